@@ -1,0 +1,1 @@
+"""Convert a checkpoint to fewer key/value heads: plan, pool, write, check."""

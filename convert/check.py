@@ -1,0 +1,92 @@
+"""Load a checkpoint's names and shapes in the stock class and report what does not fit.
+
+Run as a process of its own (`python -m headpool.convert.check CONFIG_DIRECTORY WEIGHTS_DIRECTORY`), it prints one JSON
+object: the lists `missing`, `unexpected` and `mismatched`. Weights are not read: headers alone decide, so that it can run while
+the files are still being filled. transformers' memory and start-up stay out of the process that converts.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from headpool.errors import HeadpoolError, RequestError
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the stock class says of a checkpoint: names that it lacks, does not know, or wants in another shape."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+    def beyond(self, other: "Report") -> "Report":
+        """What this report complains of and `other` does not."""
+        return Report(
+            **{
+                field.name: tuple(sorted(set(getattr(self, field.name)) - set(getattr(other, field.name))))
+                for field in fields(Report)
+            }
+        )
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, field.name) for field in fields(Report))
+
+    def __str__(self) -> str:
+        lists = ((field.name, getattr(self, field.name)) for field in fields(Report))
+        return "; ".join(f"{kind}: {', '.join(map(str, names[:5]))}" for kind, names in lists if names)
+
+
+class Check:
+    """A check under way in its own process."""
+
+    def __init__(self, config: Path, weights: Path) -> None:
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "headpool.convert.check", str(config), str(weights)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def result(self) -> Report:
+        """Wait for the report. RequestError when the stock class cannot be built or loaded at all."""
+        out, err = self._process.communicate()
+        if self._process.returncode < 0:
+            raise HeadpoolError(f"the check of the result was killed by signal {-self._process.returncode}")
+        if self._process.returncode != 0:
+            lines = err.strip().splitlines()
+            raise RequestError(f"the stock class cannot be built from this config: {lines[-1] if lines else 'no reason'}")
+        found: dict[str, Any] = json.loads(out)
+        return Report(**{key: tuple(names) for key, names in found.items()})
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+
+
+def _load(config_directory: str, weights_directory: str) -> dict[str, list[str]]:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(config_directory)
+    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    model_class = named or transformers.AutoModelForCausalLM
+    _, info = model_class.from_pretrained(
+        weights_directory, config=config, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    return {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(info["unexpected_keys"]),
+        "mismatched": sorted(f"{name} {list(found)} != {list(wanted)}" for name, found, wanted in info["mismatched_keys"]),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_load(sys.argv[1], sys.argv[2])))  # noqa: T201

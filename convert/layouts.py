@@ -1,0 +1,172 @@
+"""Where a layer's attention weights lie in a checkpoint: the seam between layouts and methods.
+
+A layout gives and takes one `AttentionWeights` per layer; every method is written against that alone. Shape suffixes:
+h query heads, k key/value heads, d head_dim, D hidden.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headpool.errors import RequestError
+from headpool.families import Family
+from headpool.geometry import Layer
+from headpool.headers import FLOATS, TensorRecord
+
+Part = Literal["q", "k", "v", "o"]
+PARTS: tuple[Part, ...] = ("q", "k", "v", "o")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Which dimensions of a head rotate, and how they pair: (f, f + dims/2) or (2f, 2f + 1)."""
+
+    kind: Literal["half-split", "interleaved"]
+    dims: int
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """One layer's attention by head. A part that was not asked for, or that the model lacks, is None.
+
+    q [h, d, D], k [k, d, D], v [k, d, D], o [h, D, d]; bias_q [h, d], bias_k [k, d], bias_v [k, d], bias_o [D];
+    key_norm [d]; per_query_head: whatever else belongs to a query head, its first dimension h (sinks, gates).
+    """
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    o: Tensor | None = None
+    bias_q: Tensor | None = None
+    bias_k: Tensor | None = None
+    bias_v: Tensor | None = None
+    bias_o: Tensor | None = None
+    rotary: Rotary | None = None
+    key_norm: Tensor | None = None
+    per_query_head: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Separate:
+    """Projections of their own: `{stem}{layer}.{attention}.{projections[part]}.weight`, rows grouped by head.
+
+    On disk q, k, v are [heads*d, D], o is [D, heads*d]; biases [heads*d] and [D].
+    """
+
+    stem: str
+    attention: str
+    projections: Mapping[Part, str]
+    layers: tuple[Layer, ...]
+    rotary: Rotary | None
+    per_query_head: tuple[str, ...] = ()
+    key_norm: str = "k_norm.weight"
+
+    def tensor(self, layer: int, suffix: str) -> str:
+        return f"{self.stem}{layer}.{self.attention}.{suffix}"
+
+    def names(self, layer: int, part: Part) -> tuple[str, str]:
+        """The names of a part's weight and bias."""
+        projection = self.projections[part]
+        return self.tensor(layer, f"{projection}.weight"), self.tensor(layer, f"{projection}.bias")
+
+    def read(self, tensors: Mapping[str, Tensor], layer: int, parts: Collection[Part] = PARTS) -> AttentionWeights:
+        """The asked-for parts of one layer, split by head, as views; `tensors` is asked for nothing else."""
+        d = self.layers[layer].head_dim
+        values: dict[str, Tensor] = {}
+        for part in parts:
+            weight, bias = self.names(layer, part)
+            w = tensors[weight]
+            values[part] = w.unflatten(1, (-1, d)).transpose(0, 1) if part == "o" else w.unflatten(0, (-1, d))
+            if bias in tensors:
+                values[f"bias_{part}"] = tensors[bias] if part == "o" else tensors[bias].unflatten(0, (-1, d))
+        if "q" in parts:
+            values |= {"key_norm": tensors[norm] for norm in [self.tensor(layer, self.key_norm)] if norm in tensors}
+        heads = {s: tensors[self.tensor(layer, s)] for s in self.per_query_head if self.tensor(layer, s) in tensors}
+        return AttentionWeights(rotary=self.rotary, per_query_head=heads if "q" in parts else {}, **values)
+
+    def write(self, weights: AttentionWeights, layer: int) -> dict[str, Tensor]:
+        """The tensors of the parts that `weights` holds, in the shapes that they have on disk: read's inverse."""
+        tensors: dict[str, Tensor] = {}
+        for part in PARTS:
+            w, b = getattr(weights, part), getattr(weights, f"bias_{part}")
+            weight, bias = self.names(layer, part)
+            if w is not None:
+                tensors[weight] = w.transpose(0, 1).flatten(1) if part == "o" else w.flatten(0, 1)
+            if b is not None:
+                tensors[bias] = b.flatten()
+        tensors |= {self.tensor(layer, suffix): tensor for suffix, tensor in weights.per_query_head.items()}
+        return tensors
+
+
+def find_layout(tensors: Mapping[str, TensorRecord], family: Family, layers: tuple[Layer, ...], hidden: int) -> Separate:
+    """The layout of a checkpoint, once its headers agree with its config.
+
+    Raises RequestError naming the tensor, the shape found and the shape expected where they contradict each other: a
+    projection missing or of another shape, a layer too many, an attention tensor that this family is not known to have,
+    a projection that is no floating-point tensor.
+    """
+    before, after = family.attention.split("{}")
+    pattern = re.compile(rf"(?P<stem>(?:.*\.)?{re.escape(before.split('.')[-2])}\.)(?P<layer>\d+){re.escape(after)}\.(?P<suffix>.+)")
+    found = [match for name in tensors if (match := pattern.fullmatch(name))]
+    stems = {match["stem"] for match in found}
+    if len(stems) != 1:
+        where = f"under {' and '.join(sorted(stems))}" if stems else f"named {family.attention.format('N')}.*"
+        raise RequestError(f"the weights hold {'several sets of' if stems else 'no'} attention tensors {where}")
+    projections: dict[Part, str] = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": family.output}
+    layout = Separate(
+        stem=stems.pop(),
+        attention=after.strip("."),
+        projections=projections,
+        layers=layers,
+        rotary=Rotary(family.rotary, layers[0].head_dim) if family.rotary else None,
+        per_query_head=tuple(
+            suffix
+            for suffix, follows in family.attention_tensors.items()
+            if follows == "heads" and suffix.split(".")[0] not in projections.values()
+        ),
+    )
+    for match in found:
+        _check_known(match, family, len(layers))
+    for index, layer in enumerate(layers):
+        _check_shapes(tensors, layout, index, layer, hidden)
+    return layout
+
+
+_BUFFERS = re.compile(r"rotary_emb\.inv_freq|(masked_)?bias")
+"""Buffers that old checkpoints carry in their attention modules and no class reads."""
+
+
+def _check_known(match: re.Match[str], family: Family, layers: int) -> None:
+    suffix = re.sub(r"\d+", "*", match["suffix"])
+    follows = family.attention_tensors.get(suffix)
+    if int(match["layer"]) >= layers:
+        raise RequestError(f"tensor {match[0]!r} belongs to layer {match['layer']}, the config has {layers} layers")
+    if follows is None and not _BUFFERS.fullmatch(match["suffix"]):
+        raise RequestError(f"tensor {match[0]!r} is not known in the attention of {family.model_type}")
+    if follows == "kv_heads" and suffix.split(".")[0] not in ("k_proj", "v_proj"):
+        raise RequestError(f"tensor {match[0]!r} spans all key/value heads, which headpool cannot pool yet")
+
+
+def _check_shapes(
+    tensors: Mapping[str, TensorRecord], layout: Separate, index: int, layer: Layer, hidden: int
+) -> None:
+    q_rows, kv_rows = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    rows: dict[Part, int] = {"q": q_rows, "k": kv_rows, "v": kv_rows, "o": hidden}
+    for part in PARTS:
+        weight, bias = layout.names(index, part)
+        if weight not in tensors:
+            raise RequestError(f"tensor {weight!r} is missing from the weights")
+        columns = q_rows if part == "o" else hidden
+        for name, expected in ((weight, (rows[part], columns)), (bias, (rows[part],))):
+            record = tensors.get(name)
+            if record is not None and record.shape != expected:
+                raise RequestError(
+                    f"weights and config contradict each other: tensor {name!r} is {list(record.shape)}, "
+                    f"the config makes it {list(expected)}"
+                )
+            if record is not None and record.dtype not in FLOATS:
+                raise RequestError(f"tensor {name!r} is {record.dtype}: a quantized projection cannot be pooled")

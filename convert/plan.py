@@ -1,0 +1,227 @@
+"""Every name, shape, byte and file of the result, known before anything is written."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headpool import families, geometry
+from headpool.checkpoint import Source
+from headpool.convert.layouts import PARTS, Part, Separate, find_layout
+from headpool.convert.pool import METHODS, Method
+from headpool.errors import RequestError
+from headpool.geometry import Layer
+from headpool.headers import BITS, FLOATS, TensorRecord
+from headpool.jsonpatch import patch_json
+
+DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""What --dtype takes, in safetensors' words."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work: these parts of one layer, in memory together, are brought to `kv_heads` K/V heads."""
+
+    layer: int
+    parts: tuple[Part, ...]
+    kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One tensor of the result; `offset` counts from the start of its file. `computed` ones come from a Unit, the others
+    from the bytes of `source`, cast where the dtypes differ."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    source: TensorRecord
+    computed: bool
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One .safetensors file of the result: its header, then its tensors without gaps."""
+
+    file: str
+    header: bytes
+    tensors: tuple[OutputTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion, whole, before it starts. No units means that the source has `kv_heads` already: a plain copy."""
+
+    source: Source
+    method: Method
+    kv_heads: int
+    layout: Separate
+    before: tuple[Layer, ...]
+    after: tuple[Layer, ...]
+    units: tuple[Unit, ...]
+    shards: tuple[Shard, ...]
+    config_text: str
+    initializer_range: float
+    output_dtype: str | None
+
+    @property
+    def source_kv_heads(self) -> int:
+        return max(layer.kv_heads for layer in self.before)
+
+    @property
+    def changed(self) -> list[str]:
+        """The tensors that the conversion declares to change, in the order of the result."""
+        return [tensor.name for shard in self.shards for tensor in shard.tensors if tensor.computed]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+    def index(self) -> bytes | None:
+        """model.safetensors.index.json of the result, None for a single file."""
+        if len(self.shards) == 1:
+            return None
+        tensors = [(tensor, shard.file) for shard in self.shards for tensor in shard.tensors]
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in tensors)},
+            "weight_map": {tensor.name: file for tensor, file in sorted(tensors, key=lambda pair: pair[0].name)},
+        }
+        return json.dumps(index, indent=2).encode() + b"\n"
+
+
+def plan_conversion(
+    source: Source,
+    *,
+    kv_heads: int,
+    method: str = "mean",
+    dtype: str | None = None,
+    max_shard_size: int | None = None,
+) -> Plan:
+    """Plan the conversion of `source` to `kv_heads` K/V heads in each layer that has more.
+
+    Raises RequestError for an unknown method or dtype, a family that cannot be converted, head counts that do not fit,
+    and weights that contradict the config.
+    """
+    family = families.family_of(source.config)
+    if method not in METHODS:
+        raise RequestError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise RequestError(f"unknown dtype {dtype!r}; there are {', '.join(DTYPES)}")
+    before = geometry.layers(source.config)
+    after = geometry.regroup(before, kv_heads)
+    _refuse_quantized(source)
+    layout = find_layout(source.tensors, family, before, families.get(source.config, family, "hidden_size"))
+    units = tuple(_units(METHODS[method], before, after))
+    return Plan(
+        source=source,
+        method=METHODS[method],
+        kv_heads=kv_heads,
+        layout=layout,
+        before=before,
+        after=after,
+        units=units,
+        shards=tuple(_shards(source, _declare(layout, units, source), DTYPES.get(dtype or ""), max_shard_size)),
+        config_text=patch_json(source.config_text, _config_changes(source, kv_heads, units, dtype)),
+        initializer_range=families.get(source.config, family, "initializer_range") or 0.02,
+        output_dtype=dtype,
+    )
+
+
+def _refuse_quantized(source: Source) -> None:
+    for record in source.tensors.values():
+        if record.dtype.startswith(("F8", "F6", "F4")):
+            raise RequestError(
+                f"tensor {record.name!r} is {record.dtype}: a quantized checkpoint; convert the unquantized one"
+            )
+
+
+def _units(method: Method, before: tuple[Layer, ...], after: tuple[Layer, ...]) -> Iterator[Unit]:
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old.kv_heads != new.kv_heads and old.shares is None:
+            yield from (Unit(index, parts, new.kv_heads) for parts in method.units)
+
+
+def _declare(layout: Separate, units: tuple[Unit, ...], source: Source) -> dict[str, tuple[int, ...]]:
+    """The tensors that change, with their new shapes."""
+    changed: dict[str, tuple[int, ...]] = {}
+    for unit in units:
+        rows = unit.kv_heads * layout.layers[unit.layer].head_dim
+        for part in unit.parts:
+            for name in layout.names(unit.layer, part):
+                if name in source.tensors:
+                    shape = source.tensors[name].shape
+                    changed[name] = (rows, *shape[1:]) if part in ("k", "v") else shape
+    return changed
+
+
+def _config_changes(source: Source, kv_heads: int, units: tuple[Unit, ...], dtype: str | None) -> dict[str, Any]:
+    changes = families.kv_heads_changes(source.config, kv_heads) if units else {}
+    if dtype is not None:
+        keys = [key for key in ("dtype", "torch_dtype") if key in source.config] or ["torch_dtype"]
+        changes |= dict.fromkeys(keys, dtype)
+    return changes
+
+
+def _shards(
+    source: Source, changed: Mapping[str, tuple[int, ...]], dtype: str | None, max_shard_size: int | None
+) -> Iterator[Shard]:
+    """The source's shards one for one, or cut anew to `max_shard_size` bytes of tensors each."""
+    groups = [list(records) for records in source.shards.values()]
+    if max_shard_size is not None:
+        groups = _cut([record for group in groups for record in group], changed, dtype, max_shard_size)
+    for number, records in enumerate(groups, start=1):
+        single = len(groups) == 1
+        file = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        yield _shard(file, records, changed, dtype)
+
+
+def _cut(
+    records: list[TensorRecord], changed: Mapping[str, tuple[int, ...]], dtype: str | None, limit: int
+) -> list[list[TensorRecord]]:
+    groups: list[list[TensorRecord]] = [[]]
+    room = limit
+    for record in records:
+        size = _output(record, changed, dtype, 0).nbytes
+        if groups[-1] and size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(record)
+        room -= size
+    return groups
+
+
+def _output(
+    record: TensorRecord, changed: Mapping[str, tuple[int, ...]], dtype: str | None, offset: int
+) -> OutputTensor:
+    target = dtype if dtype is not None and record.dtype in FLOATS else record.dtype
+    return OutputTensor(
+        record.name, target, changed.get(record.name, record.shape), offset, record, record.name in changed
+    )
+
+
+def _shard(file: str, records: list[TensorRecord], changed: Mapping[str, tuple[int, ...]], dtype: str | None) -> Shard:
+    """Lay out one file: wider elements first, so that each tensor is aligned, otherwise in the source's order."""
+    outputs = [_output(record, changed, dtype, 0) for record in records]
+    outputs.sort(key=lambda output: -BITS[output.dtype])
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for output in outputs:
+        begin, end = end, end + output.nbytes
+        entries[output.name] = {"dtype": output.dtype, "shape": output.shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    placed = [
+        replace(output, offset=len(header) + entries[output.name]["data_offsets"][0]) for output in outputs
+    ]
+    return Shard(file, header, tuple(placed))

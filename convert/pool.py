@@ -1,0 +1,123 @@
+"""The data-free methods: what becomes of the key and value heads of a group (Ainslie et al. 2023, section 2.1).
+
+Pure functions over `AttentionWeights`. Group j is made of the contiguous source heads j*r … (j+1)*r-1.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headpool.convert.layouts import AttentionWeights, Part
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a method may know beyond the weights: the layer's number, the run's seed, the model's initializer_range."""
+
+    layer: int
+    seed: int
+    initializer_range: float
+
+
+@dataclass(frozen=True)
+class Method:
+    """How to reach fewer K/V heads.
+
+    `units` are the parts of a layer that must be in memory together; a method is called once for each, with the other
+    parts None. The parts named here are also all that it changes: every other tensor is copied. `apply` returns the
+    weights with `kv_heads` K/V heads, in any floating dtype: whoever writes them rounds once.
+    """
+
+    name: str
+    units: tuple[tuple[Part, ...], ...]
+    apply: Callable[[AttentionWeights, int, Setting], AttentionWeights]
+
+
+def mean_heads(heads: Tensor, kv_heads: int) -> Tensor:
+    """[k, ...] → [kv_heads, ...] in float64: the mean of each group, summed in float64 and divided once."""
+    groups = heads.unflatten(0, (kv_heads, -1))
+    result = torch.empty(groups.shape[:1] + groups.shape[2:], dtype=torch.float64)
+    member = torch.empty(groups.shape[2:], dtype=torch.float64)
+    for total, group in zip(result, groups, strict=True):
+        total.copy_(group[0])
+        for head in group[1:]:
+            total.add_(member.copy_(head))
+        total.div_(len(group))
+    return result
+
+
+def first_heads(heads: Tensor, kv_heads: int) -> Tensor:
+    """[k, ...] → [kv_heads, ...]: the first head of each group."""
+    return heads.unflatten(0, (kv_heads, -1))[:, 0]
+
+
+def _mean(weights: AttentionWeights, kv_heads: int, setting: Setting) -> AttentionWeights:
+    return _map_heads(weights, lambda heads: mean_heads(heads, kv_heads))
+
+
+def _first(weights: AttentionWeights, kv_heads: int, setting: Setting) -> AttentionWeights:
+    return _map_heads(weights, lambda heads: first_heads(heads, kv_heads))
+
+
+def _random(weights: AttentionWeights, kv_heads: int, setting: Setting) -> AttentionWeights:
+    """Fresh weights N(0, initializer_range²) and zero biases, as transformers initialises a linear layer.
+
+    Each projection has a generator of its own, so that the result does not depend on the order of the work.
+    """
+
+    def fresh(part: Part, heads: Tensor | None) -> Tensor | None:
+        if heads is None:
+            return None
+        key = hashlib.sha256(f"{setting.seed} {setting.layer} {part}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
+        shape = (kv_heads, *heads.shape[1:])
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * setting.initializer_range
+
+    def zeros(bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else torch.zeros(kv_heads, bias.shape[1], dtype=torch.float64)
+
+    return replace(
+        weights,
+        k=fresh("k", weights.k),
+        v=fresh("v", weights.v),
+        bias_k=zeros(weights.bias_k),
+        bias_v=zeros(weights.bias_v),
+    )
+
+
+def _map_heads(weights: AttentionWeights, pool: Callable[[Tensor], Tensor]) -> AttentionWeights:
+    def each(heads: Tensor | None) -> Tensor | None:
+        return None if heads is None else pool(heads)
+
+    return replace(
+        weights, k=each(weights.k), v=each(weights.v), bias_k=each(weights.bias_k), bias_v=each(weights.bias_v)
+    )
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("mean", units=(("k",), ("v",)), apply=_mean),
+        Method("first", units=(("k",), ("v",)), apply=_first),
+        Method("random", units=(("k",), ("v",)), apply=_random),
+    )
+}
+
+
+def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` in `dtype`, each rounded to nearest even exactly once.
+
+    PyTorch takes float64 to bfloat16 and float16 by way of float32, and two roundings can miss the nearest value. Here the
+    step in between rounds to odd (Boldo and Melquiond 2008): inexact values get an odd last bit, so that the second
+    rounding still sees on which side of a tie they lay.
+    """
+    if values.dtype != torch.float64 or dtype not in (torch.bfloat16, torch.float16):
+        return values.to(dtype)
+    nearest = values.float()
+    back = nearest.double()
+    away = back.abs() > values.abs()
+    bits = nearest.view(torch.int32) - away.int()
+    return (bits | (back != values).int()).view(torch.float32).to(dtype)

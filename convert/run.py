@@ -1,0 +1,174 @@
+"""One checkpoint in, one checkpoint out: plan, write, check, publish by a rename."""
+
+import json
+import resource
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headpool import __version__
+from headpool.checkpoint import PROVENANCE, Source, open_source
+from headpool.convert.check import Check, Report
+from headpool.convert.plan import Plan, plan_conversion
+from headpool.convert.shards import Progress, write_headers, write_tensors
+from headpool.destination import check_destination, check_space, staged
+from headpool.errors import RequestError
+
+_CONFIG = ".config"
+"""Where config.json waits inside the staging directory: until it moves up, nothing there loads."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did. Sizes in bytes, times in seconds; `peak_rss_bytes` is the operating system's figure for the
+    larger of this process and its check. `copied` says that the source had `kv_heads` K/V heads already."""
+
+    output: str
+    method: str
+    source_kv_heads: int
+    kv_heads: int
+    pooled_tensors: int
+    copied: bool
+    dry_run: bool
+    output_bytes: int
+    seconds: float
+    peak_rss_bytes: int
+    warnings: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def describe(self) -> str:
+        """In words, for a person."""
+        verb = "would write" if self.dry_run else "wrote"
+        what = "nothing to pool: a copy" if self.copied else f"method {self.method}"
+        return "\n".join(
+            [
+                f"{verb} {self.output}: {self.source_kv_heads} -> {self.kv_heads} K/V heads ({what}), "
+                f"{self.pooled_tensors} tensors pooled, {self.output_bytes / 1e9:,.3f} GB in {self.seconds:.1f} s",
+                *(f"warning: {warning}" for warning in self.warnings),
+                *([] if self.copied else ["It is not uptrained yet: expect it to be worse than its source until it is."]),
+            ]
+        )
+
+
+def convert_checkpoint(
+    model: str,
+    out: Path,
+    *,
+    kv_heads: int,
+    method: str = "mean",
+    dtype: str | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+    max_shard_size: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Conversion:
+    """Convert `model`, a directory or a hub id, to `kv_heads` K/V heads per layer, into the new directory `out`.
+
+    Args:
+        method: mean, first or random (Ainslie et al. 2023, section 2.1 and figure 4).
+        dtype: float32, float16, bfloat16 or float64 for all floating tensors; None keeps each as it is.
+        seed: for method random.
+        max_shard_size: bytes of tensors per file; None keeps the source's division.
+        dry_run: plan and validate, write nothing.
+        progress: called with the source bytes dealt with so far and in all.
+
+    Raises:
+        RequestError: the request is impossible or the source is not what it claims to be; nothing is written.
+        HeadpoolError: writing failed; nothing is left behind.
+    """
+    begin = time.perf_counter()
+    check_destination(out, overwrite=overwrite, source=Path(model) if Path(model).is_dir() else None)
+    source = open_source(model, revision)
+    plan = plan_conversion(source, kv_heads=kv_heads, method=method, dtype=dtype, max_shard_size=max_shard_size)
+    check_space(out, plan.nbytes)
+    warnings: tuple[str, ...] = ()
+    if not dry_run:
+        warnings = _write(plan, out, overwrite=overwrite, seed=seed, progress=progress)
+    return Conversion(
+        output=str(out),
+        method=method,
+        source_kv_heads=plan.source_kv_heads,
+        kv_heads=kv_heads,
+        pooled_tensors=len(plan.changed),
+        copied=not plan.units,
+        dry_run=dry_run,
+        output_bytes=plan.nbytes,
+        seconds=time.perf_counter() - begin,
+        peak_rss_bytes=_peak_rss_bytes(),
+        warnings=warnings,
+    )
+
+
+def _write(plan: Plan, out: Path, *, overwrite: bool, seed: int, progress: Progress) -> tuple[str, ...]:
+    with staged(out, overwrite=overwrite) as staging:
+        (staging / _CONFIG).mkdir()
+        (staging / _CONFIG / "config.json").write_text(plan.config_text, encoding="utf-8", newline="")
+        write_headers(plan, staging)
+        check = Check(staging / _CONFIG, staging)
+        try:
+            _copy_sidecars(plan.source, staging)
+            (staging / PROVENANCE).write_text(json.dumps(provenance(plan, seed), indent=2) + "\n", encoding="utf-8")
+            write_tensors(plan, staging, seed=seed, progress=progress)
+            warnings = _judge(check.result(), plan.source)
+        finally:
+            check.kill()
+        (staging / _CONFIG / "config.json").rename(staging / "config.json")
+        (staging / _CONFIG).rmdir()
+    return warnings
+
+
+def _copy_sidecars(source: Source, staging: Path) -> None:
+    for relative in source.sidecars():
+        (staging / relative).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source.directory / relative, staging / relative)
+    card = source.directory / "README.md"
+    if card.is_file():
+        shutil.copyfile(card, staging / "SOURCE_README.md")
+
+
+def _judge(report: Report, source: Source) -> tuple[str, ...]:
+    """Refuse a result that fits its class less well than the source does; warn of faults that both have."""
+    if not report:
+        return ()
+    original = Check(source.directory, source.directory).result()
+    if original.mismatched:
+        raise RequestError(f"weights and config of {source.model} contradict each other: {original.mismatched[0]}")
+    if worse := report.beyond(original):
+        raise RequestError(f"the result does not fit its class, and was removed: {worse}")
+    return (f"the source itself does not fit its class ({original}); the result inherits that",)
+
+
+def provenance(plan: Plan, seed: int) -> dict[str, Any]:
+    """headpool.json: what was done, from what, with which versions. It holds no time and no path of this machine."""
+    return {
+        "headpool": __version__,
+        "method": plan.method.name,
+        "kv_heads": plan.kv_heads,
+        "source_kv_heads": plan.source_kv_heads,
+        "source": {
+            "model": plan.source.name,
+            "revision": plan.source.revision,
+            "headers_sha256": plan.source.headers_sha256(),
+        },
+        "options": {"seed": seed, "dtype": plan.output_dtype, "shards": len(plan.shards)},
+        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+        "layers": [
+            {"layer": index, "source_kv_heads": old.kv_heads, "kv_heads": new.kv_heads}
+            for index, (old, new) in enumerate(zip(plan.before, plan.after, strict=True))
+        ],
+        "changed": plan.changed,
+    }
+
+
+def _peak_rss_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -1,0 +1,1 @@
+"""Measure checkpoints: perplexity and key/value-cache bytes, before and after."""

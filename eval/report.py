@@ -1,0 +1,177 @@
+"""What an evaluation found, as report.json and as a table."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.table import Table
+from rich.text import Text
+
+from headpool import __version__
+from headpool.errors import HeadpoolError, RequestError
+from headpool.eval.evaluate import ModelResult, Report
+
+FILE = "report.json"
+
+
+def check_out(out_dir: Path) -> None:
+    """Refuse, before anything is measured, a destination that cannot be a directory. Nothing is written."""
+    nearest = next(one for one in (out_dir, *out_dir.absolute().parents) if one.exists())
+    if not nearest.is_dir():
+        raise RequestError(f"{out_dir}: {nearest} is a file, not a directory")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise RequestError(f"{out_dir}: {nearest} is not writable")
+
+
+def write_report(report: Report, out_dir: Path, fingerprint: str | None = None) -> Path:
+    """Write report.json into a directory, made where it is not there, at one stroke; returns its path.
+
+    Raises HeadpoolError when it cannot be written; an earlier report is then still whole.
+    """
+    out_dir = Path(out_dir)
+    path, partial = out_dir / FILE, out_dir / f".{FILE}.partial"
+    text = json.dumps(as_json(report, fingerprint), indent=2, allow_nan=False) + "\n"
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise HeadpoolError(f"{path} cannot be written: {error.strerror}") from error
+    return path
+
+
+def as_json(report: Report, fingerprint: str | None = None) -> dict[str, Any]:
+    """The report in JSON's types. `comparison` is None without a baseline; `fingerprint` stands there if
+    given.
+    """
+    settings = report.settings
+    result: dict[str, Any] = {
+        "models": [_model(result) for result in report.models],
+        "comparison": comparison(report),
+        "data": {
+            "name": report.data.name,
+            "sha256": report.data.sha256,
+            "texts": len(report.data.texts),
+            "bytes": report.data.bytes,
+        },
+        "settings": {
+            "window": settings.window,
+            "stride": settings.stride,
+            "batch_size": settings.batch_size,
+            "dtype": settings.dtype,
+            "device": settings.device,
+        },
+        "notes": notes(report),
+        "versions": {
+            "headpool": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    return result if fingerprint is None else {**result, "fingerprint": fingerprint}
+
+
+def _model(result: ModelResult) -> dict[str, Any]:
+    return {
+        "role": result.spec.role,
+        "path": result.spec.path,
+        "revision": result.spec.revision,
+        "label": result.label,
+        "uptrained": result.uptrained,
+        "kv_heads": result.kv_heads,
+        "perplexity": result.score.perplexity,
+        "nats": result.score.nats,
+        "tokens": result.score.tokens,
+        "bits_per_byte": result.bits_per_byte,
+        "bos": result.bos,
+        "dtype": result.cache.dtype,
+        "cache_bytes_per_token": {
+            "formula": result.cache.formula,
+            "allocated": result.cache.allocated,
+            "tokens": result.cache.tokens,
+            "checkpoint_dtype": result.cache.checkpoint_dtype,
+            "formula_in_checkpoint_dtype": result.cache.formula_checkpoint,
+            "explanation": result.cache.explanation,
+            "flagged": result.cache.flagged,
+        },
+    }
+
+
+def comparison(report: Report) -> dict[str, float | None] | None:
+    """The model's figures divided by the baseline's; perplexities only where both read the same tokens."""
+    by_role = {result.spec.role: result for result in report.models}
+    if set(by_role) != {"baseline", "model"}:
+        return None
+    baseline, model = by_role["baseline"], by_role["model"]
+    return {
+        "perplexity_ratio": model.score.perplexity / baseline.score.perplexity
+        if report.same_tokens
+        else None,
+        "bits_per_byte_ratio": model.bits_per_byte / baseline.bits_per_byte,
+        "cache_ratio": model.cache.allocated / baseline.cache.allocated,
+    }
+
+
+def notes(report: Report) -> list[str]:
+    """What a reader of the figures has to know: one line each."""
+    found = []
+    if not report.same_tokens:
+        found.append("the models' tokenizers differ: compare them in bits per byte, not in perplexity")
+    if len({result.cache.dtype for result in report.models}) > 1:
+        found.append("the models were evaluated in different dtypes; --dtype holds them to one")
+    for result in report.models:
+        if not result.bos:
+            found.append(f"{result.spec.path}: no BOS token, so the first token of each text is not scored")
+        if result.cache.explanation is not None:
+            found.append(f"{result.spec.path}: cache: {result.cache.explanation}")
+    return found
+
+
+def table(report: Report) -> Table:
+    """One row a model, one for the comparison, and the conditions beneath."""
+    settings = report.settings
+    conditions = (
+        f"{report.data.name}: texts {len(report.data.texts)}, bytes {report.data.bytes}, SHA-256 "
+        f"{report.data.sha256[:12]}; window {settings.window}, stride {settings.stride}, {settings.device}"
+    )
+    result = Table(caption=Text("\n".join([conditions, *notes(report)])), caption_justify="left")
+    result.add_column("model")
+    for name in ("K/V heads", "perplexity", "bits/byte", "tokens", "cache bytes/token", "allocated", "dtype"):
+        result.add_column(name, justify="right")
+    for one in report.models:
+        result.add_row(*_row(one))
+    ratios = comparison(report)
+    if ratios is not None:
+        result.add_section()
+        perplexity, bits, cache = (_ratio(value) for value in ratios.values())
+        result.add_row("model / baseline", "", perplexity, bits, "", "", cache, "")
+    return result
+
+
+def _row(result: ModelResult) -> tuple[Text, ...]:
+    name = f"{result.spec.path} ({result.label or result.spec.role})"
+    cache = result.cache
+    formula = f"{cache.formula}"
+    if cache.checkpoint_dtype != cache.dtype:
+        formula += f" ({cache.formula_checkpoint} in {cache.checkpoint_dtype})"
+    heads = {result.kv_heads} if isinstance(result.kv_heads, int) else set(result.kv_heads)
+    return (
+        Text(name),
+        Text(", ".join(map(str, sorted(heads)))),
+        Text(f"{result.score.perplexity:.3f}"),
+        Text(f"{result.bits_per_byte:.4f}"),
+        Text(str(result.score.tokens)),
+        Text(formula),
+        Text(f"{cache.allocated:.0f}"),
+        Text(cache.dtype),
+    )
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}x"

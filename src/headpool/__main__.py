@@ -1,0 +1,3 @@
+from headpool.cli import main
+
+main()

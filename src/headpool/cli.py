@@ -1,0 +1,256 @@
+"""The command line: each verb parses, validates, calls. Heavy packages are imported by the verb that needs them."""
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headpool.errors import HeadpoolError
+
+app = typer.Typer(
+    name="headpool",
+    help="Fewer key/value heads for pretrained language models: plan, convert, measure.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+recipes_app = typer.Typer(
+    help="List the recipes that come with headpool, or copy one.", invoke_without_command=True
+)
+app.add_typer(recipes_app, name="recipes")
+
+Model = Annotated[str, typer.Argument(help="A checkpoint directory or a hub id.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+
+
+class Signalled(BaseException):
+    """SIGINT or SIGTERM arrived: unwind, clean up, exit with 128 + number."""
+
+
+def main() -> None:
+    """Run the command line; exits 0, 1 (it failed), 2 (impossible) or 128 + n (stopped by signal n)."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _on_signal)
+    try:
+        app()
+    except HeadpoolError as error:
+        _fail(str(error), error.exit_code)
+    except Signalled as stop:
+        number = stop.args[0]
+        _fail(f"stopped by {signal.Signals(number).name}; nothing half-written was left", 128 + number)
+
+
+def _on_signal(number: int, _: Any) -> None:
+    raise Signalled(number)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"headpool: {message}", file=sys.stderr)  # noqa: T201
+    sys.exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from headpool import __version__
+
+        typer.echo(f"headpool {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def plan(
+    model: Model,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per sequence; default: the model's positions.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
+    memory: Annotated[str | None, typer.Option(help="Memory for weights and cache, such as 80GiB.")] = None,
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """What each possible number of K/V heads would save. Reads only config.json and headers.
+
+    Example: headpool plan meta-llama/Llama-2-7b-hf --context 4096 --batch 16 --memory 80GiB
+    """
+    from headpool.geometry import parse_size
+    from headpool.planning import plan as make_plan
+    from headpool.planning import plan_table
+
+    size = parse_size(memory) if memory is not None else None
+    result = make_plan(model, context=context, batch=batch, memory=size, revision=revision)
+    _show(plan_table(result), result.to_dict(), as_json)
+
+
+@app.command()
+def convert(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="The new checkpoint directory.", show_default=False)],
+    kv_heads: Annotated[int, typer.Option(help="K/V heads per layer of the result.", show_default=False)],
+    method: Annotated[str, typer.Option(help="mean, first or random.")] = "mean",
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the result; default: as the source.")] = None,
+    revision: Revision = None,
+    seed: Annotated[int, typer.Option(min=0, help="For method random.")] = 0,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="Such as 5GB; default: the source's division.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate and plan, write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Convert a checkpoint to fewer K/V heads, shard by shard, into a checkpoint of the same stock class.
+
+    Example: headpool convert meta-llama/Llama-2-7b-hf llama-2-7b-gqa8 --kv-heads 8
+    """
+    from headpool.convert.run import convert_checkpoint
+    from headpool.geometry import parse_size
+    from headpool.progress import Progress
+
+    with _stdout_for_json(as_json), Progress("bytes") as progress:
+        result = convert_checkpoint(
+            model,
+            out,
+            kv_heads=kv_heads,
+            method=method,
+            dtype=dtype,
+            revision=revision,
+            seed=seed,
+            max_shard_size=parse_size(max_shard_size) if max_shard_size is not None else None,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            progress=lambda done, total: progress("convert", done, total),
+        )
+    _show(result.describe(), result.to_dict(), as_json)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Model,
+    data: Annotated[
+        str, typer.Option(help="A .txt, .jsonl or .parquet file, compressed or not, or a data set on the hub.")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory for report.json.")],
+    baseline: Annotated[str | None, typer.Option(help="The model to compare with.")] = None,
+    text_column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
+    data_config: Annotated[str | None, typer.Option(help="Configuration of a data set on the hub.")] = None,
+    split: Annotated[str, typer.Option(help="Split of a data set on the hub.")] = "test",
+    window: Annotated[
+        int | None, typer.Option(help="Tokens per window; default: the model's positions, at most 2048.")
+    ] = None,
+    stride: Annotated[int | None, typer.Option(help="Tokens between windows; default: the window.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 8,
+    dtype: Annotated[
+        str | None, typer.Option(help="Default: float32 on a CPU, the checkpoint's on a GPU.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; default: a GPU if any.")] = None,
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity and K/V-cache bytes of a model, beside those of another.
+
+    Example: headpool eval llama-2-7b-gqa8 --baseline meta-llama/Llama-2-7b-hf --data test.txt --out report
+    """
+    with _stdout_for_json(as_json):
+        from headpool.eval.evaluate import ModelSpec
+        from headpool.eval.evaluate import evaluate as run_evaluation
+        from headpool.eval.report import as_json as report_dict
+        from headpool.eval.report import check_out, table, write_report
+        from headpool.progress import Progress
+        from headpool.text import read_texts
+
+        check_out(out)
+        texts = read_texts(data, text_column, config=data_config, split=split)
+        specs = [ModelSpec("baseline", baseline)] if baseline is not None else []
+        with Progress("tokens") as progress:
+            report = run_evaluation(
+                [*specs, ModelSpec("model", model, revision)],
+                texts,
+                window=window,
+                stride=stride,
+                batch_size=batch_size,
+                dtype=dtype,
+                device=device,
+                progress=lambda spec, done, total: progress(f"evaluate {spec.path}", done, total),
+            )
+        path = write_report(report, out)
+    _show(table(report), report_dict(report), as_json)
+    if not as_json:
+        typer.echo(f"report: {path}")
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of one that comes with headpool.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Do every stage again.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a recipe: convert, evaluate. Stages that are done are skipped, so a killed run goes on.
+
+    Example: headpool run quickstart convert.kv_heads=4 output=out
+    """
+    from headpool.pipeline import run_recipe
+    from headpool.recipe import load_recipe
+
+    parsed = load_recipe(recipe, overrides or [])
+    with _stdout_for_json(as_json):
+        result = run_recipe(parsed, fresh=fresh)
+    _show(result.describe(), result.to_dict(), as_json)
+
+
+@recipes_app.callback()
+def recipes(context: typer.Context, as_json: Json = False) -> None:
+    """List the recipes that come with headpool.
+
+    Example: headpool recipes
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from headpool.recipe import command_of, shipped_recipes
+
+    shipped = {name: command_of(path) for name, path in shipped_recipes().items()}
+    listing = [{"name": name, "command": command} for name, command in shipped.items()]
+    _show("\n".join(f"{name}    {command}" for name, command in shipped.items()), {"recipes": listing}, as_json)
+
+
+@recipes_app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="A name that `headpool recipes` lists.", show_default=False)],
+) -> None:
+    """Copy a recipe, with the data that it brings, into the current folder.
+
+    Example: headpool recipes copy quickstart
+    """
+    from headpool.recipe import copy_recipe
+
+    typer.echo(f"copied to {copy_recipe(name, Path.cwd())}")
+
+
+@contextlib.contextmanager
+def _stdout_for_json(as_json: bool) -> Iterator[None]:
+    """With --json, keep standard output for the one object: whatever else prints goes to standard error."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
+
+
+def _show(renderable: Any, values: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(values, allow_nan=False))
+        return
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 140).print(renderable)

@@ -1,0 +1,141 @@
+"""A directory that appears complete, by a rename, or not at all."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from headpool.errors import HeadpoolError, RequestError
+
+
+def check_destination(out: Path, *, overwrite: bool, source: Path | None = None) -> None:
+    """Refuse a destination that would harm something: RequestError says what. Nothing is written.
+
+    It may not exist unless `overwrite`, may not be `source`, lie inside it or hold it.
+    """
+    target = out.resolve()
+    if source is not None:
+        origin = source.resolve()
+        if target == origin or origin in target.parents or target in origin.parents:
+            raise RequestError(f"{out} and the source {source} lie inside one another; choose another destination")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise RequestError(f"{out} exists and is no directory")
+    if out.exists() and not overwrite:
+        raise RequestError(f"{out} exists; choose another destination or pass --overwrite")
+    parent = _nearest_existing(target.parent)
+    if not parent.is_dir():
+        raise RequestError(f"{out} cannot be written: {parent} is no directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise RequestError(f"{parent} is not writable")
+
+
+def check_space(out: Path, needed: int) -> None:
+    """Refuse, before a byte is written, a destination whose file system has less than `needed` bytes free."""
+    free = shutil.disk_usage(_nearest_existing(out.resolve().parent)).free
+    if free < needed:
+        raise RequestError(f"{out} needs {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free")
+
+
+@contextlib.contextmanager
+def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A hidden directory beside `out` to write into; it becomes `out` when the block ends well, and is removed otherwise.
+
+    One writer at a time: a second one is refused while the first lives (a lock that dies with its process), and
+    what a killed one left is cleared. Everything is on the disk before the rename. Raises RequestError where nothing can
+    be written and HeadpoolError when the disk fills up.
+    """
+    target = out.resolve()
+    staging = target.parent / f".{target.name}.partial"
+    with _reporting_os_errors(out):
+        created = _make_parents(target.parent)
+        lock = _claim(staging, out)
+    try:
+        with _reporting_os_errors(out):
+            yield staging
+            _sync_tree(staging)
+            _publish(staging, target, overwrite=overwrite)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        for directory in created:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
+    finally:
+        os.close(lock)
+
+
+def _claim(staging: Path, out: Path) -> int:
+    """Make the staging directory empty and ours; returns the open, locked descriptor."""
+    while True:
+        staging.mkdir(exist_ok=True)
+        lock = os.open(staging, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise RequestError(f"another process is writing {out}") from None
+        try:
+            ours = os.path.samestat(os.fstat(lock), staging.stat())
+        except FileNotFoundError:
+            ours = False
+        if ours:
+            break
+        os.close(lock)
+    for entry in staging.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    return lock
+
+
+def _publish(staging: Path, target: Path, *, overwrite: bool) -> None:
+    if target.exists() and not overwrite:
+        raise RequestError(f"{target} appeared while it was being written; pass --overwrite to replace it")
+    replaced = target.parent / f".{target.name}.replaced"
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    staging.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _make_parents(directory: Path) -> list[Path]:
+    """Create a directory with its parents; returns those that were not there, innermost first."""
+    missing = [one for one in (directory, *directory.parents) if not one.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _nearest_existing(path: Path) -> Path:
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
+def _sync_tree(root: Path) -> None:
+    for path in [*root.rglob("*"), root]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _reporting_os_errors(out: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into the one line that a user needs."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise HeadpoolError(f"the disk filled up while writing {out}; nothing was left behind") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST):
+            raise RequestError(f"{out} cannot be written ({error.strerror}: {error.filename})") from error
+        raise HeadpoolError(f"writing {out} failed: {error}") from error

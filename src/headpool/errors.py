@@ -1,0 +1,13 @@
+"""Exceptions that users see: one clear line each, and the exit code that goes with it."""
+
+
+class HeadpoolError(Exception):
+    """Something failed that could have worked (disk full, a crashed child): exit code 1."""
+
+    exit_code = 1
+
+
+class RequestError(HeadpoolError):
+    """What was asked for is impossible, or the input is not what it claims to be: exit code 2."""
+
+    exit_code = 2

@@ -1,0 +1,217 @@
+"""Model families as data: what a config that omits a field means, which tensors pooling changes, and what is refused.
+
+The data are `class_defaults.json`, measured on transformers' own classes by `tools/class_defaults.py`; what a reader of
+configs must know beyond that stands here. Nothing here imports torch or transformers.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+from headpool.errors import RequestError
+
+KV_HEADS = "num_key_value_heads"
+
+FIELDS = (
+    "num_hidden_layers", "num_attention_heads", KV_HEADS, "hidden_size", "head_dim", "vocab_size",
+    "max_position_embeddings", "initializer_range", "tie_word_embeddings", "attention_bias", "sliding_window",
+    "use_sliding_window", "max_window_layers", "sliding_window_pattern", "attention_chunk_size", "layer_types",
+    "num_kv_shared_layers", "partial_rotary_factor",
+)  # fmt: skip
+"""The config fields that headpool reads, in transformers' words; the data hold each class's defaults for them."""
+
+SYNONYMS = ("num_kv_heads", "n_head_kv", "multi_query")
+"""Other keys for the K/V head count that servers read when a config holds them, whatever its family."""
+
+PER_LAYER = "per_layer_config"
+"""transformers' own overrides of fields for single layers: an object from layer index to fields."""
+
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""The words in `layer_types` for layers with keys and values to pool."""
+
+RETYPED = {("mistral", "layer_types"): "ministral"}
+"""transformers reads a config of this model_type that holds this key as one of another model_type."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type of transformers.
+
+    `reason` says why its checkpoints are not converted, None where they are. `geometry` is true where its layers can be
+    told from the config's top-level fields. `attention` is the attention module's name with `{}` for the layer's
+    number. `attention_tensors` maps every tensor that can stand under it (numbers as `*`) to what its size follows:
+    "heads", "kv_heads" or "fixed"; `pooled` are those that pooling changes. `window` is the rule for configs that hold
+    no layer_types (see geometry), None where there is none, `layer_fields` the class's own
+    fields that overrule it, with their defaults. `output` is the output projection's name, `rotary` how the
+    dimensions of a head pair (None: no telling), `head_dim_read` whether the class heeds an explicit head_dim. `aliases` maps fields to the names under which the class stores them.
+    """
+
+    model_type: str
+    class_name: str
+    reason: str | None
+    geometry: bool
+    defaults: Mapping[str, Any]
+    aliases: Mapping[str, str]
+    window: Mapping[str, Any] | None
+    layer_fields: Mapping[str, Any]
+    attention: str
+    pooled: tuple[str, ...]
+    attention_tensors: Mapping[str, Literal["heads", "kv_heads", "fixed"]]
+    rotary: Literal["half-split", "interleaved"] | None
+    output: str
+    head_dim_read: bool
+
+
+@cache
+def data() -> dict[str, Any]:
+    """The checked-in data file: `transformers` (the version measured), `families`, and `others` (refused by reason)."""
+    text = resources.files("headpool").joinpath("class_defaults.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Every family whose class has a K/V-head field at the top of its config, by model_type."""
+    return {name: family_from(name, entry) for name, entry in data()["families"].items()}
+
+
+def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
+    """A family from its entry in the data."""
+    tensors = entry.get("attention_tensors", {})
+    return Family(
+        model_type=model_type,
+        class_name=entry["class"],
+        reason=entry.get("reason"),
+        geometry=entry.get("geometry", True),
+        defaults=entry["defaults"],
+        aliases=entry.get("aliases", {}),
+        window=entry.get("window"),
+        layer_fields=entry.get("layer_fields", {}),
+        attention=entry.get("attention", ""),
+        pooled=tuple(name for name, follows in tensors.items() if follows == "kv_heads"),
+        attention_tensors=tensors,
+        rotary=entry.get("rotary"),
+        output=entry.get("output", "o_proj"),
+        head_dim_read=entry.get("head_dim_read", True),
+    )
+
+
+def get(config: Mapping[str, Any], family: Family, field: str) -> Any:
+    """What `config` holds for a field of FIELDS, under its own name or its class's; the class's default where it is absent.
+
+    An explicit null is a value: it switches a window off, and makes a count or head_dim follow from the others.
+    """
+    for key in (family.aliases.get(field, field), field):
+        if key in config:
+            return config[key]
+    return family.defaults.get(field)
+
+
+def kv_heads(config: Mapping[str, Any], family: Family) -> Any:
+    """The config's K/V-head count (a list where it differs from layer to layer), None where it is that of the heads."""
+    return get(config, family, KV_HEADS)
+
+
+def find_family(config: Mapping[str, Any]) -> Family:
+    """The family of a config whose layers can be told from its top-level fields, converted or not.
+
+    Raises RequestError with the reason for every other config.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise RequestError("config.json has no model_type, which names the model's class")
+    for (found, key), other in RETYPED.items():
+        if model_type == found and config.get(key) is not None:
+            model_type = other
+    family = families().get(model_type)
+    reason = _unreadable(config, model_type, family)
+    if family is None or reason is not None:
+        raise RequestError(f"model_type {model_type!r}: {reason}")
+    return family
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config that can be converted. Raises RequestError with the reason for every other config."""
+    family = find_family(config)
+    reason = refusal(config, family)
+    if reason is not None:
+        raise RequestError(f"model_type {family.model_type!r}: {reason}")
+    return family
+
+
+def refusal(config: Mapping[str, Any], family: Family) -> str | None:
+    """Why a model of a known family is not converted; None where it is."""
+    other = next((kind for kind in config.get("layer_types") or () if kind not in ATTENTION_KINDS), None)
+    if other is not None:
+        return f"a hybrid: its layer_types hold {other!r}, and only attention layers are supported"
+    for key in ("quantization_config", "compression_config", "quantization"):
+        if config.get(key):
+            held = config[key]
+            method = held.get("quant_method", key) if isinstance(held, Mapping) else key
+            return f"the weights are quantized ({method}); convert the unquantized checkpoint, then quantize again"
+    return family.reason
+
+
+def _unreadable(config: Mapping[str, Any], model_type: str, family: Family | None) -> str | None:
+    """Why a config's layers cannot be told; None where they can."""
+    if config.get("is_encoder_decoder"):
+        return "encoder-decoder models are not supported"
+    if "text_config" in config:
+        return "its language model's config is nested (text_config), which is not supported yet"
+    if family is not None:
+        return None if family.geometry else str(family.reason)
+    for reason, names in data()["others"].items():
+        if model_type in names:
+            return str(reason)
+    if "auto_map" in config:
+        return "its code comes with the checkpoint (auto_map), and remote code is never run; transformers has no such class"
+    if "peft_type" in config:
+        return "an adapter, not a model; merge it into its base model first"
+    near = difflib.get_close_matches(model_type, families(), n=3)
+    return "unknown" + (f"; did you mean {' or '.join(near)}?" if near else "")
+
+
+def kv_heads_fields(config: Mapping[str, Any], family: Family | None = None) -> dict[str, Any]:
+    """Every top-level field of `config` that holds its K/V-head count, with its value.
+
+    Raises RequestError when two of them contradict each other.
+    """
+    family = family or find_family(config)
+    names = (family.aliases.get(KV_HEADS, KV_HEADS), KV_HEADS, *SYNONYMS)
+    held = {name: config[name] for name in names if config.get(name) is not None}
+    expected = kv_heads(config, family)
+    for name, value in held.items():
+        agrees = value == (expected == 1) if isinstance(value, bool) else value == expected
+        if not agrees:
+            raise RequestError(f"config.json contradicts itself: {KV_HEADS} is {expected}, {name} is {value}")
+    return held
+
+
+def kv_heads_changes(config: Mapping[str, Any], kv_heads: int) -> dict[str, Any]:
+    """The top-level fields of a config, with their new values, that give it `kv_heads` K/V heads wherever it has more.
+
+    The family's own field is among them even where the config leaves it out.
+    """
+    family = find_family(config)
+    own = family.aliases.get(KV_HEADS, KV_HEADS)
+
+    def fewer(value: Any) -> Any:
+        if isinstance(value, bool):
+            return kv_heads == 1
+        if isinstance(value, list):
+            return [fewer(one) for one in value]
+        return min(value, kv_heads)
+
+    changes = {name: fewer(value) for name, value in ({own: kv_heads} | kv_heads_fields(config)).items()}
+    overrides = config.get(PER_LAYER) or {}
+    if any(KV_HEADS in fields for fields in overrides.values()):
+        changes[PER_LAYER] = {
+            layer: fields | ({KV_HEADS: fewer(fields[KV_HEADS])} if KV_HEADS in fields else {})
+            for layer, fields in overrides.items()
+        }
+    return changes

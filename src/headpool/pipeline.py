@@ -1,0 +1,182 @@
+"""The stages of `headpool run`, each skipped when its output is there and was made from the same inputs and options."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headpool import __version__
+from headpool.checkpoint import locate
+from headpool.destination import staged
+from headpool.errors import RequestError
+from headpool.geometry import parse_size
+from headpool.progress import Progress
+from headpool.recipe import EvalSection, Recipe
+
+
+@dataclass(frozen=True)
+class StageResult:
+    name: str
+    seconds: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run made; `report` is None for a recipe without an eval section."""
+
+    output: str
+    stages: tuple[StageResult, ...]
+    report: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A piece of a run: `run` makes `output` at one stroke from what `inputs` describes."""
+
+    name: str
+    output: Path
+    inputs: Mapping[str, Any]
+    run: Callable[[], None]
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps([__version__, self.inputs], sort_keys=True).encode()).hexdigest()
+
+
+def run_recipe(recipe: Recipe, *, fresh: bool = False) -> RunResult:
+    """Bring a recipe's output directory up to date, one stage after another.
+
+    A stage whose output exists is skipped when the fingerprint of its inputs and options is the one noted before it began;
+    otherwise what it made before is removed and it runs. So a killed run goes on where it was. `fresh` removes all
+    stages' outputs first.
+
+    Raises RequestError when the output directory holds a stage's output that no run of a recipe made, or when another
+    run is writing there.
+    """
+    root = Path(recipe.output)
+    work = root / "work"
+    with _locked(work):
+        results = []
+        for stage in _stages(recipe, root):
+            results.append(_bring_up_to_date(stage, work / f"{stage.name}.json", fresh=fresh))
+    report = root / "report" / "report.json" if recipe.eval else None
+    return RunResult(str(root), tuple(results), str(report) if report else None)
+
+
+def _stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
+    """The stages in order; each knows its inputs when its turn has come, since they may be an earlier one's output."""
+    converted, report = root / "converted", root / "report"
+    original = {"model": fingerprint_of(locate(recipe.model, recipe.revision)), "revision": recipe.revision}
+    yield Stage(
+        "convert",
+        converted,
+        {**original, "seed": recipe.seed, "options": recipe.convert.model_dump()},
+        lambda: _convert(recipe, converted),
+    )
+    if (section := recipe.eval) is not None:
+        data = Path(section.data)
+        inputs = {
+            **original,
+            "converted": fingerprint_of(converted),
+            "data": fingerprint_of(data) if data.exists() else section.data,
+            "options": section.model_dump(exclude={"data"}),
+        }
+        yield Stage("eval", report, inputs, lambda: _evaluate(recipe, section, converted, report))
+
+
+def _convert(recipe: Recipe, out: Path) -> None:
+    from headpool.convert.run import convert_checkpoint
+
+    section = recipe.convert
+    with Progress("bytes") as progress:
+        convert_checkpoint(
+            recipe.model,
+            out,
+            kv_heads=section.kv_heads,
+            method=section.method,
+            dtype=section.dtype,
+            max_shard_size=parse_size(section.max_shard_size) if section.max_shard_size else None,
+            revision=recipe.revision,
+            seed=recipe.seed,
+            progress=lambda done, total: progress("convert", done, total),
+        )
+
+
+def _evaluate(recipe: Recipe, section: EvalSection, converted: Path, out: Path) -> None:
+    from headpool.eval.evaluate import ModelSpec, evaluate
+    from headpool.eval.report import write_report
+    from headpool.text import read_texts
+
+    data = read_texts(section.data, section.text_column, config=section.data_config, split=section.split)
+    models = [ModelSpec("baseline", recipe.model, recipe.revision), ModelSpec("model", str(converted))]
+    with Progress("tokens") as progress:
+        report = evaluate(
+            models,
+            data,
+            window=section.window,
+            stride=section.stride,
+            batch_size=section.batch_size,
+            dtype=section.dtype,
+            device=section.device,
+            progress=lambda spec, done, total: progress(f"evaluate {spec.path}", done, total),
+        )
+    with staged(out, overwrite=False) as partial:
+        write_report(report, partial)
+
+
+def _bring_up_to_date(stage: Stage, note: Path, *, fresh: bool) -> StageResult:
+    begin = time.perf_counter()
+    if stage.output.exists() and not note.exists():
+        raise RequestError(f"{stage.output} exists and was not made by a run; remove it or choose another output")
+    if not fresh and stage.output.exists() and _read_note(note) == stage.fingerprint:
+        return StageResult(stage.name, 0.0, skipped=True)
+    if stage.output.exists():
+        shutil.rmtree(stage.output)
+    partial = note.with_suffix(".partial")
+    partial.write_text(json.dumps({"fingerprint": stage.fingerprint}) + "\n", encoding="utf-8")
+    partial.replace(note)
+    stage.run()
+    return StageResult(stage.name, time.perf_counter() - begin, skipped=False)
+
+
+def _read_note(note: Path) -> str | None:
+    try:
+        fingerprint: str | None = json.loads(note.read_text(encoding="utf-8")).get("fingerprint")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return fingerprint
+
+
+def fingerprint_of(path: Path) -> list[Any]:
+    """What identifies a file, or the files right inside a directory, without reading them: names, sizes, times."""
+    files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+@contextmanager
+def _locked(work: Path) -> Iterator[None]:
+    """One run per output directory; the lock dies with the process."""
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise RequestError(f"{work} cannot be written ({error.strerror})") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RequestError(f"another run is writing {work.parent}") from None
+    else:
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,183 @@
+"""A recipe: one strict YAML file, `key=value` from the command line on top, all errors reported together."""
+
+import difflib
+import shutil
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headpool.errors import RequestError
+
+Positive = Annotated[int, Field(ge=1)]
+Dtype = Literal["float64", "float32", "float16", "bfloat16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ConvertSection(Section):
+    """What `headpool convert` would be told."""
+
+    kv_heads: Positive = Field(description="K/V heads per layer of the result")
+    method: Literal["mean", "first", "random"] = Field("mean", description="how the heads of a group become one")
+    dtype: Dtype | None = Field(None, description="dtype of the result; default: as the source")
+    max_shard_size: str | None = Field(None, description="such as 5GB; default: the source's division")
+
+
+class EvalSection(Section):
+    """What `headpool eval` would be told, with the original as the baseline."""
+
+    data: str = Field(description="a .txt, .jsonl or .parquet file, compressed or not, or a data set on the hub")
+    data_config: str | None = Field(None, description="configuration of a data set on the hub")
+    split: str = Field("test", description="split of a data set on the hub")
+    text_column: str = Field("text", description="the column that holds the text")
+    window: Positive | None = Field(None, description="tokens per window; default: the model's positions, at most 2048")
+    stride: Positive | None = Field(None, description="tokens between windows; default: the window")
+    batch_size: Positive = Field(8, description="windows per forward pass")
+    dtype: Dtype | None = Field(None, description="default: float32 on a CPU, the checkpoint's on a GPU")
+    device: str | None = Field(None, description="such as cpu or cuda:0; default: a GPU where there is one")
+
+
+class Recipe(Section):
+    """A whole run. `model` and data are relative to the recipe's file, `output` to the current directory."""
+
+    model: str = Field(description="a checkpoint directory or a hub id")
+    revision: str | None = Field(None, description="branch, tag or commit on the hub")
+    output: str = Field(description="directory for everything that the run makes; default: headpool-out/NAME")
+    seed: Annotated[int, Field(ge=0)] = 0
+    convert: ConvertSection
+    eval: EvalSection | None = None
+
+
+def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe from a YAML file or by the name of a shipped one, and apply `overrides` ("convert.kv_heads=4").
+
+    Raises RequestError with all errors at once; an unknown key comes with the nearest known one.
+    """
+    path = find_recipe(recipe)
+    values = _read_yaml(path)
+    problems = [problem for override in overrides if (problem := _apply(values, override))]
+    values.setdefault("output", str(Path("headpool-out") / path.stem))
+    try:
+        parsed = Recipe.model_validate(values)
+    except ValidationError as error:
+        problems += [_explain(one) for one in error.errors()]
+    if problems:
+        raise RequestError("\n".join([f"{path.name}: {len(problems)} error(s)", *(f"  {one}" for one in problems)]))
+    return _resolved(parsed, path.parent)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with headpool, by name: FOLDER/FILE without its suffix."""
+    root = Path(str(resources.files("headpool.recipes")))
+    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.glob("*/*.yaml"))}
+
+
+def find_recipe(recipe: str) -> Path:
+    """The file of a recipe: a path, the name of a shipped one, or a folder of shipped ones that holds just one.
+
+    Raises RequestError that lists the shipped ones.
+    """
+    if Path(recipe).is_file():
+        return Path(recipe)
+    shipped = shipped_recipes()
+    named = [path for name, path in shipped.items() if recipe in (name, name.split("/")[0])]
+    if len(named) == 1:
+        return named[0]
+    near = difflib.get_close_matches(recipe, shipped, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise RequestError(f"no recipe {recipe!r}: neither a file nor one of {', '.join(shipped)}{hint}")
+
+
+def copy_recipe(recipe: str, folder: Path) -> Path:
+    """Copy a shipped recipe's folder, with the inputs that lie in it, into `folder`; returns the recipe's new path.
+
+    Raises RequestError when there is no such recipe or its folder exists already.
+    """
+    path = find_recipe(recipe)
+    target = folder / path.parent.name
+    if target.exists():
+        raise RequestError(f"{target} exists")
+    shutil.copytree(path.parent, target, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
+    return target / path.name
+
+
+def command_of(path: Path) -> str:
+    """The command that runs a recipe, from the comment that opens it."""
+    return path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML says that keys are unique, PyYAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) != len(node.value):
+            keys = [self.construct_object(key) for key, _ in node.value]  # type: ignore[no-untyped-call]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        return mapping
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # noqa: S506
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RequestError(f"{path}: not a recipe ({error})") from error
+    if not isinstance(values, dict):
+        raise RequestError(f"{path}: not a recipe (a mapping was expected)")
+    return values
+
+
+def _apply(values: dict[str, Any], override: str) -> str | None:
+    """Set one dotted key. Returns what is wrong with the override, if anything."""
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        return f"{override!r} is not of the form key=value"
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            return f"{key}: {section} is no section"
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return f"{key}: {text!r} is not a YAML value"
+    return None
+
+
+def _explain(error: Any) -> str:
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        known = _fields(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
+    if error["type"] == "missing":
+        return f"missing key {key}"
+    return f"{key}: {error['msg'].lower()}, found {error['input']!r}"
+
+
+def _fields(sections: Sequence[str]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    for section in sections:
+        annotation = model.model_fields[section].annotation
+        candidates = (annotation, *getattr(annotation, "__args__", ()))
+        model = next(one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel))
+    return list(model.model_fields)
+
+
+def _resolved(recipe: Recipe, folder: Path) -> Recipe:
+    """With inputs that exist beside the recipe as paths that hold from anywhere; others are hub ids."""
+
+    def resolve(value: str) -> str:
+        local = folder / Path(value).expanduser()
+        return str(local) if local.exists() else value
+
+    evaluation = recipe.eval and recipe.eval.model_copy(update={"data": resolve(recipe.eval.data)})
+    return recipe.model_copy(update={"model": resolve(recipe.model), "eval": evaluation})

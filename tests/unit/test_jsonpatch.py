@@ -1,0 +1,43 @@
+"""A patched JSON text differs from the source in the asked-for values alone."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headpool.jsonpatch import patch_json
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+values = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=10
+)
+
+
+@given(
+    held=st.dictionaries(st.text(), values, max_size=5),
+    changes=st.dictionaries(st.text(), values, max_size=3),
+    indent=st.sampled_from([None, 2, "\t"]),
+    ascii_only=st.booleans(),
+)
+def test_means_the_same_as_updating_the_object(held: Any, changes: Any, indent: Any, ascii_only: bool) -> None:
+    text = json.dumps(held, indent=indent, ensure_ascii=ascii_only)
+    assert json.loads(patch_json(text, changes)) == {**held, **changes}
+
+
+def test_leaves_every_other_byte_alone() -> None:
+    text = '{ "a" : 1e-5,\r\n\t"kv": 32 , "deep": {"kv": [1, {"kv": 2}]}, "\\u00e9\\"": "}" }\n'
+    assert patch_json(text, {"kv": 4}) == text.replace('"kv": 32', '"kv": 4')
+
+
+def test_a_new_key_takes_the_indentation_of_its_neighbours() -> None:
+    text = '{\n  "heads": 32\n}\n'
+    assert patch_json(text, {"kv": 4}) == '{\n  "kv": 4,\n  "heads": 32\n}\n'
+    assert patch_json("{}", {"kv": 4}) == '{"kv": 4}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"a" 1}'])
+def test_refuses_what_is_no_object(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|Expecting"):
+        patch_json(text, {"a": 2})

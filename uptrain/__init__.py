@@ -1,0 +1,1 @@
+"""Recover quality after a conversion with a little more training."""
