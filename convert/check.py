@@ -72,14 +72,20 @@ class Check:
             self._process.communicate()
 
 
-def _load(config_directory: str, weights_directory: str) -> dict[str, list[str]]:
+def load(config_directory: str, weights_directory: str) -> dict[str, list[str]]:
+    """The stock class's report on the weights of one directory under the config of another, in JSON's types."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(config_directory)
     named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     model_class = named or transformers.AutoModelForCausalLM
     _, info = model_class.from_pretrained(
-        weights_directory, config=config, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+        weights_directory,
+        config=config,
+        generation_config=transformers.GenerationConfig(),  # else it is looked for beside a config.json
+        device_map="meta",
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
     return {
         "missing": sorted(info["missing_keys"]),
@@ -89,4 +95,4 @@ def _load(config_directory: str, weights_directory: str) -> dict[str, list[str]]
 
 
 if __name__ == "__main__":
-    print(json.dumps(_load(sys.argv[1], sys.argv[2])))  # noqa: T201
+    print(json.dumps(load(sys.argv[1], sys.argv[2])))  # noqa: T201

@@ -10,6 +10,7 @@ from headpool import families, geometry
 from headpool.checkpoint import Source
 from headpool.convert.layouts import PARTS, Part, Separate, find_layout
 from headpool.convert.pool import METHODS, Method
+from headpool.convert.transfer import BLOCK
 from headpool.errors import RequestError
 from headpool.geometry import Layer
 from headpool.headers import BITS, FLOATS, TensorRecord
@@ -219,9 +220,24 @@ def _shard(file: str, records: list[TensorRecord], changed: Mapping[str, tuple[i
         begin, end = end, end + output.nbytes
         entries[output.name] = {"dtype": output.dtype, "shape": output.shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * _padding(8 + len(text), outputs, entries)
     header = len(text).to_bytes(8, "little") + text
     placed = [
         replace(output, offset=len(header) + entries[output.name]["data_offsets"][0]) for output in outputs
     ]
     return Shard(file, header, tuple(placed))
+
+
+def _padding(length: int, outputs: list[OutputTensor], entries: Mapping[str, Any]) -> int:
+    """Spaces to add to a header of `length` bytes.
+
+    Tensors must begin at multiples of 8. Beyond that, the largest tensor to be copied is brought to the same distance from a
+    block's start as it has in its source: whole blocks can then go from disk to disk as they are (see transfer).
+    """
+    copied = [output for output in outputs if not output.computed and output.dtype == output.source.dtype]
+    largest = max(copied, key=lambda output: output.nbytes, default=None)
+    if largest is not None:
+        padding = (largest.source.offset - entries[largest.name]["data_offsets"][0] - length) % BLOCK
+        if (length + padding) % 8 == 0:
+            return int(padding)
+    return -length % 8

@@ -1,99 +1,83 @@
-"""Write the planned files: raw bytes copied inside the kernel, pooled projections computed beside it.
+"""Write the planned files: threads copy raw bytes while this one pools projections."""
 
-Source pages are never mapped: pread and copy_file_range keep them out of this process's resident memory.
-"""
-
-import errno
-import os
+import contextlib
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from headpool.convert.plan import OutputTensor, Plan, Shard, Unit
 from headpool.convert.pool import Setting, round_once
+from headpool.convert.transfer import BLOCK, PIECE, Reader, Writer, allocate, piece_of
 from headpool.errors import RequestError
 from headpool.headers import BITS, TensorRecord
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PIECE = 1 << 24
-"""Bytes moved at a time: what a copy reports progress by, and what a cast holds in memory."""
 
-_CANNOT_COPY_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
+COPIERS = 2
+"""Threads that copy: while one waits for a read, the other's write keeps the disk busy."""
 
 Progress = Callable[[int, int], None]
-"""Called with the source bytes dealt with so far and in all, from either thread, one call at a time."""
+"""Called with the source bytes dealt with so far and in all, from any thread, one call at a time."""
 
 
 class Stopped(Exception):
-    """The other thread failed or was interrupted; there is no use in going on."""
+    """Another thread failed or was interrupted; there is no use in going on."""
 
 
-class Files:
-    """The open files of a conversion, and the flag that ends it early. Close by leaving the `with` block."""
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bytes of a source file to put into a file of the result; `cast` names the tensor whose values change their dtype on the way."""
 
-    def __init__(self, staging: Path, total: int, progress: Progress) -> None:
-        self._staging = staging
-        self._progress = progress
-        self._done, self._total = 0, total
+    path: Path
+    begin: int
+    count: int
+    file: str
+    to: int
+    cast: OutputTensor | None = None
+
+
+class Job:
+    """A conversion under way: its open files, how far it is, and whether to stop. Leaving the `with` block closes the files."""
+
+    def __init__(self, plan: Plan, staging: Path, progress: Progress) -> None:
         self._stack = ExitStack()
+        self._readers: dict[Path, Reader] = {}
         self._lock = threading.Lock()
-        self._descriptors: dict[Path, int] = {}
-        self.stop = threading.Event()
+        self._progress = progress
+        self._done, self._total = 0, sum(record.nbytes for record in plan.source.tensors.values())
+        self._stop = threading.Event()
+        self.writers = {shard.file: self._stack.enter_context(Writer(staging / shard.file)) for shard in plan.shards}
 
-    def __enter__(self) -> "Files":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def source(self, record: TensorRecord) -> int:
-        return self._open(record.path, os.O_RDONLY)
+    def reader(self, path: Path) -> Reader:
+        with self._lock:
+            if path not in self._readers:
+                self._readers[path] = self._stack.enter_context(Reader(path))
+            return self._readers[path]
 
-    def output(self, file: str) -> int:
-        return self._open(self._staging / file, os.O_RDWR | os.O_CREAT)
-
-    def moved(self, nbytes: int) -> None:
-        if self.stop.is_set():
+    def advance(self, nbytes: int) -> None:
+        """Note that so many more source bytes are dealt with. Raises Stopped when another thread has called `stop`."""
+        if self._stop.is_set():
             raise Stopped
         with self._lock:
             self._done += nbytes
             self._progress(self._done, self._total)
 
-    def _open(self, path: Path, flags: int) -> int:
-        with self._lock:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, flags, 0o644)
-                self._stack.callback(os.close, self._descriptors[path])
-            return self._descriptors[path]
-
-
-class _Tensors(Mapping[str, Tensor]):
-    """The source's tensors by name, each read when it is asked for; a non-finite one is refused."""
-
-    def __init__(self, records: Mapping[str, TensorRecord], files: Files) -> None:
-        self._records = records
-        self._files = files
-
-    def __getitem__(self, name: str) -> Tensor:
-        record = self._records[name]
-        tensor = _read(self._files.source(record), record.offset, record.nbytes, record).view(record.shape)
-        if tensor.numel() and not all(bound.isfinite() for bound in torch.aminmax(tensor)):
-            raise RequestError(f"tensor {name!r} holds NaN or infinity")
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._records)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._records
+    def stop(self) -> None:
+        self._stop.set()
 
 
 def write_headers(plan: Plan, staging: Path) -> None:
@@ -109,69 +93,103 @@ def write_headers(plan: Plan, staging: Path) -> None:
 def write_tensors(plan: Plan, staging: Path, *, seed: int, progress: Progress) -> None:
     """Fill the files that `write_headers` made.
 
-    Copies run in a thread of their own and flush each file when it is done, while this one pools. Raises RequestError
-    naming a tensor that holds NaN or infinity, or that does not fit the output dtype.
+    Raises RequestError naming a tensor that holds NaN or infinity, or that does not fit the output dtype.
     """
-    total = sum(record.nbytes for record in plan.source.tensors.values())
-    with Files(staging, total, progress) as files, ThreadPoolExecutor(2) as pool:
-        copying = pool.submit(_copy_all, plan.shards, files, pool)
+    moves: queue.SimpleQueue[Move] = queue.SimpleQueue()
+    for move in _moves(plan.shards):
+        moves.put(move)
+    with Job(plan, staging, progress) as job, ThreadPoolExecutor(COPIERS) as pool:
+        copying = [pool.submit(_copy, moves, job) for _ in range(COPIERS)]
         try:
-            with _stopping(files):
-                outputs = {t.name: (shard.file, t) for shard in plan.shards for t in shard.tensors if t.computed}
-                tensors = _Tensors(plan.source.tensors, files)
-                for unit in plan.units:
-                    setting = Setting(unit.layer, seed, plan.initializer_range)
-                    _convert(unit, plan, tensors, setting, outputs, files)
+            _convert(plan, seed, job)
+            for copier in copying:
+                copier.result()
         except Stopped:
-            pass
-        copying.result()
+            for copier in copying:
+                copier.result()
+        except BaseException:
+            job.stop()
+            raise
+        for writer in job.writers.values():
+            writer.flush()
 
 
-@contextmanager
-def _stopping(files: Files) -> Iterator[None]:
+def _convert(plan: Plan, seed: int, job: Job) -> None:
+    outputs = {t.name: (job.writers[shard.file], t) for shard in plan.shards for t in shard.tensors if t.computed}
+    tensors = _Tensors(plan.source.tensors, job)
+    for unit in plan.units:
+        weights = plan.layout.read(tensors, unit.layer, unit.parts)
+        converted = plan.method.apply(weights, unit.kv_heads, Setting(unit.layer, seed, plan.initializer_range))
+        for name, tensor in plan.layout.write(converted, unit.layer).items():
+            writer, output = outputs[name]
+            if tuple(tensor.shape) != output.shape:
+                raise AssertionError(f"{name}: planned {output.shape}, computed {tuple(tensor.shape)}")
+            _write(tensor, writer, output)
+            job.advance(output.source.nbytes)
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """The source's tensors by name, each read when it is asked for; a non-finite one is refused."""
+
+    def __init__(self, records: Mapping[str, TensorRecord], job: Job) -> None:
+        self._records = records
+        self._job = job
+
+    def __getitem__(self, name: str) -> Tensor:
+        record = self._records[name]
+        piece = self._job.reader(record.path).read(record.offset, record.nbytes)
+        tensor = _tensor(piece.view, record.dtype).view(record.shape)
+        if tensor.numel() and not all(bound.isfinite() for bound in torch.aminmax(tensor)):
+            raise RequestError(f"tensor {name!r} holds NaN or infinity")
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._records
+
+
+def _copy(moves: "queue.SimpleQueue[Move]", job: Job) -> None:
+    buffer = allocate(PIECE)
     try:
-        yield
+        for move in _taken(moves):
+            piece = job.reader(move.path).read(move.begin, move.count, buffer)
+            if move.cast is not None:
+                values = _rounded(_tensor(piece.view, move.cast.source.dtype), move.cast)
+                piece = piece_of(_bytes(values), move.to % BLOCK)
+            job.writers[move.file].write(move.to, piece)
+            job.advance(move.count)
     except BaseException:
-        files.stop.set()
+        job.stop()
         raise
 
 
-def _convert(
-    unit: Unit,
-    plan: Plan,
-    tensors: Mapping[str, Tensor],
-    setting: Setting,
-    outputs: Mapping[str, tuple[str, OutputTensor]],
-    files: Files,
-) -> None:
-    weights = plan.layout.read(tensors, unit.layer, unit.parts)
-    converted = plan.method.apply(weights, unit.kv_heads, setting)
-    for name, tensor in plan.layout.write(converted, unit.layer).items():
-        file, output = outputs[name]
-        if tuple(tensor.shape) != output.shape:
-            raise AssertionError(f"{name}: planned {output.shape}, computed {tuple(tensor.shape)}")
-        _write(files.output(file), output.offset, _rounded(tensor, output))
-        files.moved(output.source.nbytes)
+def _taken(moves: "queue.SimpleQueue[Move]") -> Iterator[Move]:
+    """Moves off the shared queue until it is empty."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            yield moves.get_nowait()
 
 
-def _copy_all(shards: tuple[Shard, ...], files: Files, pool: ThreadPoolExecutor) -> None:
-    """Copy or cast every tensor that is not computed; a second thread flushes the files that are done."""
-    with _stopping(files):
-        flushes = []
-        for shard in shards:
-            target = files.output(shard.file)
-            for run in _runs(shard):
-                if run[0].dtype == run[0].source.dtype:
-                    _copy(run, target, files)
-                else:
-                    _cast(run[0], target, files)
-            flushes.append(pool.submit(os.fsync, target))
-        for flush in flushes:
-            flush.result()
+def _moves(shards: tuple[Shard, ...]) -> Iterator[Move]:
+    """Everything that is copied or cast, in pieces."""
+    for shard in shards:
+        for run in _runs(shard):
+            first, count = run[0], sum(tensor.source.nbytes for tensor in run)
+            cast = first if first.dtype != first.source.dtype else None
+            for begin in range(0, count, PIECE):
+                to = first.offset + begin * BITS[first.dtype] // BITS[first.source.dtype]
+                yield Move(
+                    first.source.path, first.source.offset + begin, min(PIECE, count - begin), shard.file, to, cast
+                )
 
 
 def _runs(shard: Shard) -> Iterator[list[OutputTensor]]:
-    """Neighbours in both files, so that one call copies them; a tensor to cast stands alone."""
+    """Tensors that are neighbours in both files move together; one to cast moves alone."""
     run: list[OutputTensor] = []
     for tensor in shard.tensors:
         if tensor.computed:
@@ -194,38 +212,13 @@ def _continues(last: OutputTensor, tensor: OutputTensor) -> bool:
     )
 
 
-def _copy(run: list[OutputTensor], target: int, files: Files) -> None:
-    source, begin, to = files.source(run[0].source), run[0].source.offset, run[0].offset
-    total = sum(tensor.nbytes for tensor in run)
-    done = 0
-    while done < total:
-        moved = _copy_piece(source, begin + done, target, to + done, min(PIECE, total - done))
-        if moved == 0:
-            raise RequestError(f"{run[0].source.path.name} became shorter while it was read")
-        done += moved
-        files.moved(moved)
-
-
-def _copy_piece(source: int, begin: int, target: int, to: int, count: int) -> int:
-    if hasattr(os, "copy_file_range"):
-        try:
-            return os.copy_file_range(source, target, count, begin, to)
-        except OSError as error:
-            if error.errno not in _CANNOT_COPY_IN_KERNEL:
-                raise
-    piece = os.pread(source, count, begin)
-    _write_all(target, to, memoryview(piece))
-    return len(piece)
-
-
-def _cast(output: OutputTensor, target: int, files: Files) -> None:
-    record = output.source
-    width, source = BITS[record.dtype] // 8, files.source(record)
-    for begin in range(0, record.nbytes, PIECE):
-        count = min(PIECE, record.nbytes - begin)
-        piece = _read(source, record.offset + begin, count, record)
-        _write(target, output.offset + begin // width * (BITS[output.dtype] // 8), _rounded(piece, output))
-        files.moved(count)
+def _write(tensor: Tensor, writer: Writer, output: OutputTensor) -> None:
+    """Round and write in pieces, so that what rounding needs on the way stays small."""
+    to = output.offset
+    for values in tensor.contiguous().flatten().split(PIECE // tensor.element_size()):
+        view = _bytes(_rounded(values, output))
+        writer.write(to, piece_of(view, to % BLOCK))
+        to += len(view)
 
 
 def _rounded(values: Tensor, output: OutputTensor) -> Tensor:
@@ -238,23 +231,9 @@ def _rounded(values: Tensor, output: OutputTensor) -> Tensor:
     return result
 
 
-def _read(source: int, begin: int, count: int, record: TensorRecord) -> Tensor:
-    buffer = bytearray(count)
-    view, done = memoryview(buffer), 0
-    while done < count:
-        got = os.preadv(source, [view[done:]], begin + done)
-        if got == 0:
-            raise RequestError(f"{record.path.name} became shorter while it was read (tensor {record.name!r})")
-        done += got
-    return torch.frombuffer(buffer, dtype=TORCH[record.dtype]) if count else torch.empty(0, dtype=TORCH[record.dtype])
+def _tensor(view: memoryview, dtype: str) -> Tensor:
+    return torch.frombuffer(view, dtype=TORCH[dtype]) if view else torch.empty(0, dtype=TORCH[dtype])
 
 
-def _write(target: int, to: int, tensor: Tensor) -> None:
-    flat = tensor.contiguous().flatten()
-    _write_all(target, to, memoryview(flat.view(torch.uint8).numpy()))
-
-
-def _write_all(target: int, to: int, view: memoryview) -> None:
-    while view:
-        written = os.pwrite(target, view, to)
-        view, to = view[written:], to + written
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.flatten().view(torch.uint8).numpy())

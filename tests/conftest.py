@@ -5,10 +5,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # pytest-xdist starts a process per core, and each process's threads would spin against the others'.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from pathlib import Path
+
 import pytest
+import tiny
 import torch
 import transformers
 from hypothesis import settings
+
+from headpool.convert import check, run
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -21,3 +26,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "network" in item.keywords and not os.environ.get("HEADPOOL_NETWORK"):
             item.add_marker(pytest.mark.skip(reason="HEADPOOL_NETWORK is not set"))
+
+
+class CheckHere:
+    """convert's check in this process, where transformers is loaded already: the same code without seconds of start-up."""
+
+    def __init__(self, config: Path, weights: Path) -> None:
+        self._directories = (str(config), str(weights))
+
+    def result(self) -> check.Report:
+        return check.Report(**{key: tuple(names) for key, names in check.load(*self._directories).items()})
+
+    def kill(self) -> None:
+        pass
+
+
+@pytest.fixture
+def quick_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "Check", CheckHere)
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A float32 MHA checkpoint of 12 heads for each family, with a tokenizer, a card, a licence and things to leave behind."""
+    root = tmp_path_factory.mktemp("sources")
+    made = {}
+    for family in tiny.FAMILIES:
+        made[family] = folder = tiny.checkpoint(root / family, family, tokenizer=True)
+        (folder / "README.md").write_text("a card")
+        (folder / "LICENSE").write_text("a licence")
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
+        for stray in ("optimizer.pt", "consolidated.safetensors", "modeling_x.py", "model.gguf", "training_args.bin"):
+            (folder / stray).write_bytes(b"left behind")
+    return made

@@ -1,7 +1,7 @@
 """Small random checkpoints of stock classes, as transformers itself writes them."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def checkpoint(
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, read by the safetensors library."""
-    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {name: tensor for file in sorted(directory.glob("model*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def rewrite(directory: Path, changes: Mapping[str, torch.Tensor | None]) -> None:
@@ -75,7 +75,3 @@ def logits(built: Any, tokens: int = 24, seed: int = 1) -> torch.Tensor:
     ids = torch.randint(0, built.config.vocab_size, (2, tokens), generator=torch.Generator().manual_seed(seed))
     result: torch.Tensor = built(ids).logits
     return result
-
-
-def layer_names(names: Iterator[str] | Any, suffix: str) -> list[str]:
-    return sorted(name for name in names if name.endswith(suffix))

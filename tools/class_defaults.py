@@ -1,4 +1,4 @@
-"""Write src/headpool/class_defaults.json: what transformers' causal LM classes make of fewer K/V heads, measured.
+"""Write src/headpool/class_defaults.json: what transformers' classes make of fewer K/V heads, measured.
 
     python tools/class_defaults.py            writes the file
     python tools/class_defaults.py --check    says whether it is current, exit code 1 where it is not
@@ -6,16 +6,17 @@
 For every model_type whose config class has a K/V-head field at its top, small models are built and compared:
 
 - the class's defaults of the fields that headpool reads;
-- whose size each attention tensor follows: K/V heads, query heads, or neither (two builds that differ in one count);
+- what each attention tensor's size follows: K/V heads, query heads, or neither (builds that differ in one);
 - which layers slide when a config holds no layer_types (rules are tried against transformers' own cache);
-- `geometry`: whether the cache that a small model fills has the shapes that headpool.geometry tells from its config;
-- whether it converts: pooling would change the rows of a k_proj and a v_proj in every layer and nothing else, the
-  checkpoint's names are the class's, and each K/V head serves query heads that stand next to each other (repeating K/V
-  heads so changes no logit, repeating them in another order does). `reason` says what stands against it.
+- `geometry`: whether the cache that a small model fills has the shapes that headpool.geometry tells from its
+  config;
+- whether it converts: pooling would change the rows of a k_proj and a v_proj in every layer and nothing else,
+  the checkpoint's names are the class's, and each K/V head serves query heads that stand next to each other
+  (repeating K/V heads so changes no logit, repeating them in another order does). `reason` says what stands
+  against it.
 """
 
 import argparse
-import inspect
 import itertools
 import json
 import math
@@ -28,124 +29,67 @@ from typing import Any
 
 import torch
 import transformers
+from class_probe import (
+    BASE,
+    CACHE_KINDS,
+    HEAD_DIM,
+    HEADS,
+    KV,
+    LAYERS,
+    TOKENS,
+    NotMeasuredError,
+    Probe,
+    Shapes,
+    Windows,
+    cache_layers,
+    run,
+)
 from safetensors import safe_open
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headpool import families, geometry
-from headpool.families import FIELDS, KV_HEADS, Family
+from headpool.families import ENCODER_DECODER, KV_HEADS, NESTED, Family
 
 TARGET = Path(__file__).resolve().parent.parent / "src" / "headpool" / "class_defaults.json"
-
-HEADS, KV, HEAD_DIM, LAYERS, TOKENS, WINDOW = 8, 2, 16, 4, 12, 8
-BASE: dict[str, Any] = {
-    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, KV_HEADS: KV, "hidden_size": HEADS * HEAD_DIM,
-    "vocab_size": 128, "max_position_embeddings": 64,
-}  # fmt: skip
-SMALLER: tuple[tuple[str, int, int], ...] = (
-    ("token_id", -1, 1), ("intermediate|ffn", 64, 64), ("group", 1, 1), ("top_?k|per_tok|moe_k", 2, 2), ("expert", 4, 4),
-    ("sliding_window", WINDOW, WINDOW), ("dim|size|rank", 64, 16),
-)  # fmt: skip
-"""A numeric field whose name matches and whose default exceeds the first number gets the second, to keep models small."""
-
-ATTEMPTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"head_dim": HEAD_DIM},
-    {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    {"layer_types": ["full_attention"] * LAYERS},
-    {"rope_parameters": {name: {"rope_type": "default", "rope_theta": 1e4} for name in ("full_attention", "sliding_attention")}},
-)  # fmt: skip
-"""What a class may need beyond its defaults to be built, in the order tried."""
 
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of an output projection."""
 
 MOST_PARAMETERS = 40_000_000
-"""Small models that are not small are not run."""
+"""Models whose small version is larger are not run."""
 
-CACHE_KINDS = {"DynamicLayer": "full", "DynamicSlidingWindowLayer": "sliding", "DummyLayer": "none"}
+SAME, OTHER = 1e-4, 1e-2
+"""Logits that differ by less, relative to the largest, are the same in float32; by more, they are others."""
+
 HEAD_FIELDS = re.compile("heads|head_dim|head_size")
-LAYER_FIELDS = re.compile("layer|attn|attention|window|pattern|period|interval|idx|indices|global|chunk|share|block")
 KV_PART = re.compile(r"(.+)\.([kv]_proj)\.(weight|bias)")
 NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")
 
-Shapes = dict[str, tuple[int, ...]]
-
-
-class NotMeasuredError(Exception):
-    """Why a family is refused."""
-
-
-class Probe:
-    """Small models of one class."""
-
-    def __init__(self, model_type: str, class_name: str) -> None:
-        self.config_class = CONFIG_MAPPING[model_type]
-        self.model_class = getattr(transformers, class_name)
-        signature = inspect.signature(self.config_class.__init__)
-        self.parameters = {name: parameter.default for name, parameter in signature.parameters.items()}
-        self.aliases = {field: name for field, name in self.config_class.attribute_map.items() if field in FIELDS}
-        self.fields = BASE | self._small()
-
-    def _small(self) -> dict[str, Any]:
-        small: dict[str, Any] = {"head_dim": HEAD_DIM} if "head_dim" in self.parameters else {}
-        for name, default in self.parameters.items():
-            if type(default) is int and name not in {*BASE, *small, *self.aliases.values()}:
-                rules = (rule for rule in SMALLER if re.search(rule[0], name))
-                _, most, instead = next(rules, ("", default, default))
-                if default > most:
-                    small[name] = instead
-        return small
-
-    def settle(self) -> None:
-        """Find the first of ATTEMPTS with which the class builds; NotMeasuredError where none does."""
-        first = None
-        for attempt in ATTEMPTS:
-            try:
-                self.shapes(**attempt)
-            except Exception as error:
-                first = first or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-            else:
-                self.fields |= attempt
-                return
-        raise NotMeasuredError(f"no small model of its class could be built to measure ({first})")
-
-    def has_kv_field(self) -> bool:
-        return self.aliases.get(KV_HEADS, KV_HEADS) in self.parameters
-
-    def defaults(self) -> dict[str, Any]:
-        found = {field: self.parameters.get(self.aliases.get(field, field)) for field in FIELDS}
-        return {field: value for field, value in found.items() if isinstance(value, bool | int | float | list)}
-
-    def flags(self) -> list[str]:
-        """Options, off by default, that switch on biases or norms and with them tensors of their own."""
-        return [name for name, value in self.parameters.items() if value is False and re.search("bias|norm", name)]
-
-    def config(self, **changes: Any) -> Any:
-        return self.config_class(**self.fields | changes)
-
-    def model(self, device: str, **changes: Any) -> Any:
-        with torch.device(device):
-            return self.model_class(self.config(**changes)).eval()
-
-    def shapes(self, **changes: Any) -> Shapes:
-        return {name: tuple(tensor.shape) for name, tensor in self.model("meta", **changes).state_dict().items()}
-
 
 def entries() -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The data of every family with a K/V-head field, and the other model types by the reason for which they are refused."""
+    """The data of every family with a K/V-head field, and the other model types by the reason for which
+    they are refused.
+    """
     measured: dict[str, Any] = {}
     others: dict[str, list[str]] = {}
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    for model_type, class_name in sorted({**causal, **modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}.items()):
+    seq_to_seq = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    pictured = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    for model_type, class_name in sorted((pictured | seq_to_seq | causal).items()):
         probe = Probe(model_type, class_name)
-        signs = {
-            "encoder-decoder models are not supported": probe.parameters.get("is_encoder_decoder") is True
-            or model_type not in causal,
-            "its language model's config is nested, which is not supported yet": "text_config" in probe.config_class.sub_configs,
-            "its class has no field for a K/V-head count of its own": not probe.has_kv_field(),
-        }
-        reason = next((reason for reason, holds in signs.items() if holds), None)
+        signs = (
+            ("text_config" in probe.config_class.sub_configs, NESTED),
+            (model_type in seq_to_seq or probe.parameters.get("is_encoder_decoder") is True, ENCODER_DECODER),
+            (model_type not in causal, "it is no causal language model of text alone"),
+            *(
+                (
+                    not probe.has_field(field),
+                    f"its config has no {field} at its top, which is not supported yet",
+                )
+                for field in ("num_attention_heads", KV_HEADS)
+            ),
+        )
+        reason = next((reason for holds, reason in signs if holds), None)
         if reason is None:
             measured[model_type] = measure(probe, model_type, class_name)
         else:
@@ -160,8 +104,7 @@ def measure(probe: Probe, model_type: str, class_name: str) -> dict[str, Any]:
         entry["aliases"] = dict(sorted(probe.aliases.items()))
     try:
         probe.settle()
-        entry["window"] = window_rule(probe, families.family_from(model_type, entry))
-        entry["layer_fields"] = layer_fields(probe)
+        entry["window"], entry["layer_fields"] = window_rule(probe, families.family_from(model_type, entry))
         entry["head_dim_read"] = reads_head_dim(probe)
         entry["geometry"] = cache_agrees(probe, families.family_from(model_type, entry))
         measure_attention(probe, entry)
@@ -178,7 +121,7 @@ def measure_attention(probe: Probe, entry: dict[str, Any]) -> None:
     if not entry["geometry"]:
         raise NotMeasuredError("its cache is not of the shape that the heads and head_dim of its config give")
     check_groups(probe)
-    check_names(probe, module, tensors)
+    check_names(probe, module)
     entry |= {"attention": module, "attention_tensors": tensors, "rotary": rotary(probe)}
     if output != OUTPUTS[0]:
         entry["output"] = output
@@ -195,27 +138,39 @@ def split(name: str) -> tuple[str, int, str]:
 
 
 def attention_module(probe: Probe) -> str:
-    """The attention module's name with {} for the layer's number, where it is one module that every layer has."""
+    """The attention module's name with {} for the layer's number, where it is one module that every layer
+    has.
+    """
     follow = changed(probe.shapes(), probe.shapes(**{KV_HEADS: 2 * KV}))
     if not follow and any("kv_lora_rank" in name for name in probe.parameters):
         raise NotMeasuredError("multi-head latent attention (MLA): it has no key/value heads to pool")
     states = sorted({type(layer).__name__ for layer in cache_layers(probe.config())} - set(CACHE_KINDS))
     if states:
-        raise NotMeasuredError(f"not attention over keys and values alone (transformers caches it in {', '.join(states)})")
+        raise NotMeasuredError(
+            f"not attention over keys and values alone (transformers caches it in {', '.join(states)})"
+        )
     if not follow:
         raise NotMeasuredError(f"its class ignores {KV_HEADS}")
     other = sorted({split(name)[2] for name in follow if not KV_PART.fullmatch(name)})
     if other:
-        what = "a norm spans all key heads" if all("norm" in name for name in other) else "its keys and values are not of separate projections alone"
+        what = (
+            "a norm spans all key heads"
+            if all("norm" in name for name in other)
+            else "its keys and values are not of separate projections alone"
+        )
         raise NotMeasuredError(f"{what} ({', '.join(other)}), which is not supported yet")
     layers = sorted({split(name)[1] for name in follow})
     if layers != list(range(LAYERS)):
-        raise NotMeasuredError(f"of {LAYERS} layers only {', '.join(map(str, layers))} hold keys and values of their own")
+        raise NotMeasuredError(
+            f"of {LAYERS} layers only {', '.join(map(str, layers))} hold keys and values of their own"
+        )
     modules = {f"{before}{{}}.{rest.rsplit('.', 2)[0]}" for before, _, rest in map(split, follow)}
     if len(modules) > 1:
         raise NotMeasuredError(f"its attention lies in several modules ({', '.join(sorted(modules))})")
     if fields := head_fields(probe):
-        raise NotMeasuredError(f"its heads may follow from fields that are not supported yet ({', '.join(fields)})")
+        raise NotMeasuredError(
+            f"its heads may follow from fields that are not supported yet ({', '.join(fields)})"
+        )
     return modules.pop()
 
 
@@ -226,7 +181,9 @@ def head_fields(probe: Probe) -> list[str]:
 
 
 def inside(shapes: Shapes, module: str) -> dict[str, list[tuple[int, ...]]]:
-    """The attention tensors by their names inside the module, numbers as *, with their shapes in all layers."""
+    """The attention tensors by their names inside the module, numbers as *, with their shapes in all
+    layers.
+    """
     before, after = module.split("{}.")
     found: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
@@ -237,7 +194,9 @@ def inside(shapes: Shapes, module: str) -> dict[str, list[tuple[int, ...]]]:
 
 
 def roles(probe: Probe, module: str) -> tuple[str, dict[str, str]]:
-    """The output projection's name, and whose count each attention tensor's size follows, options included."""
+    """The output projection's name, and whose count each attention tensor's size follows, options
+    included.
+    """
     fewer: dict[str, Any] = {"num_attention_heads": HEADS // 2}
     if "head_dim" not in probe.fields:
         fewer["hidden_size"] = HEADS // 2 * HEAD_DIM
@@ -246,7 +205,8 @@ def roles(probe: Probe, module: str) -> tuple[str, dict[str, str]]:
     for flags in ({}, *({flag: True} for flag in probe.flags()), dict.fromkeys(probe.flags(), True)):
         try:
             base, more_kv, fewer_heads = (
-                inside(probe.shapes(**flags, **changes), module) for changes in ({}, {KV_HEADS: 2 * KV}, fewer)
+                inside(probe.shapes(**flags, **changes), module)
+                for changes in ({}, {KV_HEADS: 2 * KV}, fewer)
             )
         except Exception:
             if not flags:
@@ -255,23 +215,28 @@ def roles(probe: Probe, module: str) -> tuple[str, dict[str, str]]:
         output = output or next((name for name in OUTPUTS if f"{name}.weight" in base), OUTPUTS[0])
         for name, shapes in base.items():
             follows_heads = shapes != fewer_heads.get(name) and name != f"{output}.bias"
-            found.setdefault(name, "kv_heads" if shapes != more_kv.get(name) else "heads" if follows_heads else "fixed")
+            found.setdefault(
+                name, "kv_heads" if shapes != more_kv.get(name) else "heads" if follows_heads else "fixed"
+            )
     return output, dict(sorted(found.items()))
 
 
 def check_shapes(probe: Probe, module: str, output: str) -> None:
-    """NotMeasuredError where a projection is not [heads x head_dim, hidden], the output projection its transpose."""
+    """NotMeasuredError where a projection is not [heads x head_dim, hidden], the output projection its
+    transpose.
+    """
     hidden, q, kv = BASE["hidden_size"], HEADS * HEAD_DIM, KV * HEAD_DIM
     found = inside(probe.shapes(), module)
-    for name, shape in {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), output: (hidden, q)}.items():
+    for name, shape in {
+        "q_proj": (q, hidden),
+        "k_proj": (kv, hidden),
+        "v_proj": (kv, hidden),
+        output: (hidden, q),
+    }.items():
         held = found.get(f"{name}.weight", [])
         if held != [shape] * LAYERS:
-            raise NotMeasuredError(f"its {name} has another form ({list(held[0]) if held else 'absent'}, expected {list(shape)})")
-
-
-def run(model: Any) -> Any:
-    with torch.no_grad():
-        return model(input_ids=torch.arange(3, 3 + TOKENS)[None], use_cache=True)
+            form = next((list(one) for one in held if one != shape), "absent")
+            raise NotMeasuredError(f"its {name} has another form ({form}, expected {list(shape)} everywhere)")
 
 
 def spread(model: Any) -> None:
@@ -283,7 +248,9 @@ def spread(model: Any) -> None:
 
 
 def check_groups(probe: Probe) -> None:
-    """NotMeasuredError unless K/V head j serves the j-th run of neighbouring query heads, and one may serve them all."""
+    """NotMeasuredError unless K/V head j serves the j-th run of neighbouring query heads, and one may
+    serve them all.
+    """
     try:
         run(probe.model("cpu", **{KV_HEADS: 1}))
     except Exception as error:
@@ -292,19 +259,20 @@ def check_groups(probe: Probe) -> None:
     spread(grouped)
     state = grouped.state_dict()
     expected = run(grouped).logits
-    errors = []
-    for index in (torch.arange(HEADS) // (HEADS // KV), torch.arange(HEADS) % KV):
+    orders = {"next": torch.arange(HEADS) // (HEADS // KV), "in turn": torch.arange(HEADS) % KV}
+    differs = {}
+    for order, index in orders.items():
         repeated = {
             name: tensor.unflatten(0, (KV, -1))[index].flatten(0, 1) if KV_PART.fullmatch(name) else tensor
             for name, tensor in state.items()
         }
         full.load_state_dict(repeated)
-        errors.append(float((run(full).logits - expected).abs().max() / expected.abs().max()))
-    if not errors[0] < 1e-4 < 1e-2 < errors[1]:
+        differs[order] = float((run(full).logits - expected).abs().max() / expected.abs().max())
+    if not (differs["next"] < SAME and differs["in turn"] > OTHER):
         raise NotMeasuredError("its query heads do not share K/V heads in neighbouring groups")
 
 
-def check_names(probe: Probe, module: str, tensors: dict[str, str]) -> None:
+def check_names(probe: Probe, module: str) -> None:
     """NotMeasuredError where checkpoints keep attention under other names than the class."""
     with tempfile.TemporaryDirectory() as directory:
         probe.model("cpu").save_pretrained(directory)
@@ -312,7 +280,9 @@ def check_names(probe: Probe, module: str, tensors: dict[str, str]) -> None:
             names = list(file.keys())
     saved = inside(dict.fromkeys(names, ()), module)
     if set(inside(probe.shapes(), module)) != set(saved):
-        raise NotMeasuredError("its checkpoints keep attention under other names than its class, which is not supported yet")
+        raise NotMeasuredError(
+            "its checkpoints keep attention under other names than its class, which is not supported yet"
+        )
 
 
 def rotary(probe: Probe) -> str | None:
@@ -327,11 +297,15 @@ def reads_head_dim(probe: Probe) -> bool:
     try:
         return bool(changed(probe.shapes(), probe.shapes(head_dim=2 * HEAD_DIM)))
     except Exception as error:
-        raise NotMeasuredError(f"its class cannot be built with another head_dim ({type(error).__name__})") from error
+        raise NotMeasuredError(
+            f"its class cannot be built with another head_dim ({type(error).__name__})"
+        ) from error
 
 
 def cache_agrees(probe: Probe, family: Family) -> bool:
-    """Whether the cache that a small model fills has the shapes that headpool.geometry tells from its config alone."""
+    """Whether the cache that a small model fills has the shapes that headpool.geometry tells from its
+    config alone.
+    """
     if head_fields(probe) or sum(map(math.prod, probe.shapes().values())) > MOST_PARAMETERS:
         return False
     for kv_heads in (KV, HEADS):
@@ -346,27 +320,35 @@ def cache_agrees(probe: Probe, family: Family) -> bool:
 
 
 def holds(layer: geometry.Layer, cached: Any) -> bool:
-    """Whether a cache layer, after TOKENS tokens of one sequence, is what `layer` says. (A sliding one may drop the
-    token that the next step would not see.)"""
+    """Whether a cache layer, after TOKENS tokens of one sequence, is what `layer` says. (A sliding one may
+    drop the token that the next step would not see.)
+    """
     keys, values = getattr(cached, "keys", None), getattr(cached, "values", None)
     if keys is None or values is None:
         return layer.kind == "none" or layer.shares is not None
     least = min(TOKENS, layer.window - 1) if layer.window else TOKENS
-    shapes = {(1, layer.kv_heads, tokens, layer.head_dim) for tokens in (least, min(TOKENS, layer.window or TOKENS))}
+    shapes = {
+        (1, layer.kv_heads, tokens, layer.head_dim) for tokens in (least, min(TOKENS, layer.window or TOKENS))
+    }
     return layer.kind != "none" and tuple(keys.shape) in shapes and tuple(values.shape) in shapes
 
 
-def window_rule(probe: Probe, family: Family) -> dict[str, Any] | None:
-    """The first of the candidate rules that agrees with transformers on every probe, None where none does."""
-    told = [(config, layers) for config in window_configs(probe) if (layers := told_windows(probe, config))]
+def window_rule(probe: Probe, family: Family) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The first candidate rule that agrees with transformers on every probe (None where none does), and
+    the fields by which a config overrules it, with their defaults.
+    """
+    switch = "use_sliding_window"
+    on = {switch: True} if switch in probe.parameters else {}
+    fields = probe.layer_fields(probe.without_windows() | {"sliding_window": 5} | on)
+    for fixed in ({}, {switch: False}) if on else ({},):
+        told = [(config, held) for config in probe.window_configs(**fixed) if (held := probe.windows(config))]
+        for rule in candidate_rules(probe) if told else ():
+            if all(by_rule(rule, config, family) == held for config, held in told):
+                return rule, fields | fixed
+    return None, fields
 
-    def agrees(rule: dict[str, Any]) -> bool:
-        return all(by_rule(rule, config, family) == layers for config, layers in told)
 
-    return next(filter(agrees, candidate_rules()), None) if told else None
-
-
-def by_rule(rule: dict[str, Any], config: dict[str, Any], family: Family) -> list[tuple[str, int | None]] | None:
+def by_rule(rule: dict[str, Any], config: dict[str, Any], family: Family) -> Windows | None:
     """Each layer's kind and window by a rule; None where the rule asks for a field that the class lacks."""
 
     def get(field: str) -> Any:
@@ -378,65 +360,21 @@ def by_rule(rule: dict[str, Any], config: dict[str, Any], family: Family) -> lis
     return [(geometry.KINDS[kind], window) for kind, window in kinds]
 
 
-def window_configs(probe: Probe, **changes: Any) -> Iterator[dict[str, Any]]:
-    """Configs without layer_types that differ in what the choice of sliding layers may depend on."""
-    read: dict[str, tuple[Any, ...]] = {
-        name: values
-        for name, values in {
-            "sliding_window": (None, 5), "use_sliding_window": (True, False), "max_window_layers": (0, 2, 99),
-            "sliding_window_pattern": (2, 3), "attention_chunk_size": (None, 5),
-        }.items()
-        if name in probe.parameters or name.startswith("sliding")
-    }  # fmt: skip
-    absent = object()
-    for layers, picked in itertools.product((1, 5, 13), itertools.product(*((absent, *values) for values in read.values()))):
-        named = {name: value for name, value in zip(read, picked, strict=True) if value is not absent}
-        if len(named) <= 2:
-            yield without_windows(probe) | {"num_hidden_layers": layers} | named
-
-
-def without_windows(probe: Probe) -> dict[str, Any]:
-    return {name: value for name, value in probe.fields.items() if name not in ("layer_types", *geometry.WINDOW_FIELDS.values())}
-
-
-def cache_layers(config: Any) -> list[Any]:
-    """transformers' own cache for a config, layer by layer."""
-    return list(transformers.DynamicCache(config=config).layers)
-
-
-def told_windows(probe: Probe, config: dict[str, Any]) -> list[tuple[str, int | None]] | None:
-    """Each layer's kind and window by transformers' own cache; None where the class makes nothing useful of the config."""
-    try:
-        layers = cache_layers(probe.config_class(**config))
-    except Exception:
-        return None
-    told = [(CACHE_KINDS.get(type(layer).__name__, "other"), getattr(layer, "sliding_window", None)) for layer in layers]
-    return None if ("sliding", None) in told else told
-
-
-def layer_fields(probe: Probe) -> dict[str, Any]:
-    """Fields outside FIELDS, with their defaults, that change which layers slide or keep K/V (signature and source asked)."""
-    popped = re.findall(r"kwargs\.(?:pop|get)\(\s*[\"'](\w+)[\"']", inspect.getsource(probe.config_class))
-    names = {name for name in (*probe.parameters, *popped) if LAYER_FIELDS.search(name)}
-    config = without_windows(probe) | {"sliding_window": 5}
-    if "use_sliding_window" in probe.parameters:
-        config["use_sliding_window"] = True
-    usual = told_windows(probe, config)
-    values: list[Any] = [True, False, 1, 2, [0], [0] * LAYERS, [1] * LAYERS, ["attention"] * LAYERS]
-    found = {}
-    for name in sorted(names - set(FIELDS) - set(probe.aliases.values())):
-        told = [told_windows(probe, config | {name: value}) for value in values]
-        if any(one is not None and one != usual for one in told):
-            found[name] = probe.parameters.get(name)
-    return found
-
-
-def candidate_rules() -> Iterator[dict[str, Any]]:
+def candidate_rules(probe: Probe) -> Iterator[dict[str, Any]]:
     """Rules that classes have been seen to follow, the simplest first."""
     yield {}
-    periods = [{}, {"below": "max_window_layers"}]
-    periods += [{"every": every} | ({"at": at} if at != every - 1 else {}) for every in range(2, 8) for at in range(every)]
-    periods += [{"every": "sliding_window_pattern", "default": default} for default in range(2, 8)]
+    periods: list[dict[str, Any]] = [{}, {"below": "max_window_layers"}]
+    periods += [
+        {"every": every} | ({"at": at} if at != every - 1 else {})
+        for every in range(2, 8)
+        for at in range(every)
+    ]
+    field = {"every": "sliding_window_pattern"}
+    periods += (
+        [field]
+        if "sliding_window_pattern" in probe.parameters
+        else [field | {"default": n} for n in range(2, 8)]
+    )
     switches: list[dict[str, Any]] = [{}, {"enabled_by": "use_sliding_window"}]
     ends: list[dict[str, Any]] = [{}, {"last": True}, {"first": 1}, {"first": 2}, {"first": 2, "last": True}]
     for layer_type in geometry.WINDOW_FIELDS:
@@ -447,10 +385,18 @@ def candidate_rules() -> Iterator[dict[str, Any]]:
 def render() -> str:
     """The data file: one family a line."""
     measured, others = entries()
-    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entry, sort_keys=True)}" for name, entry in measured.items())
-    rest = ",\n".join(f"    {json.dumps(reason)}: {json.dumps(names)}" for reason, names in sorted(others.items()))
-    version = json.dumps(transformers.__version__)
-    return f'{{\n  "transformers": {version},\n  "families": {{\n{lines}\n  }},\n  "others": {{\n{rest}\n  }}\n}}\n'
+    lines = ",\n".join(
+        f"    {json.dumps(name)}: {json.dumps(entry, sort_keys=True)}" for name, entry in measured.items()
+    )
+    rest = ",\n".join(
+        f"    {json.dumps(reason)}: {json.dumps(names)}" for reason, names in sorted(others.items())
+    )
+    parts = (
+        f'  "transformers": {json.dumps(transformers.__version__)}',
+        f'  "families": {{\n{lines}\n  }}',
+        f'  "others": {{\n{rest}\n  }}',
+    )
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def main() -> int:

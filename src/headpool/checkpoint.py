@@ -148,9 +148,9 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
     Raises RequestError when `model` is neither a directory nor a hub id that can be reached.
     """
     path = Path(model)
-    if path.is_dir():
+    if model and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         raise RequestError(f"{model} is a file; a checkpoint directory or a hub id is needed")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
         raise RequestError(f"no such directory: {model}")

@@ -1,12 +1,14 @@
-"""Model families as data: what a config that omits a field means, which tensors pooling changes, and what is refused.
+"""Model families as data: what a config that omits a field means, which tensors pooling changes, and what is
+refused.
 
-The data are `class_defaults.json`, measured on transformers' own classes by `tools/class_defaults.py`; what a reader of
-configs must know beyond that stands here. Nothing here imports torch or transformers.
+The data are `class_defaults.json`, measured on transformers' own classes by `tools/class_defaults.py`; what a
+reader of configs must know beyond that stands here. Nothing here imports torch or transformers.
 """
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -19,16 +21,22 @@ KV_HEADS = "num_key_value_heads"
 FIELDS = (
     "num_hidden_layers", "num_attention_heads", KV_HEADS, "hidden_size", "head_dim", "vocab_size",
     "max_position_embeddings", "initializer_range", "tie_word_embeddings", "attention_bias", "sliding_window",
-    "use_sliding_window", "max_window_layers", "sliding_window_pattern", "attention_chunk_size", "layer_types",
-    "num_kv_shared_layers", "partial_rotary_factor",
+    "use_sliding_window", "max_window_layers", "sliding_window_pattern", "attention_chunk_size",
+    "layer_types", "num_kv_shared_layers", "partial_rotary_factor",
 )  # fmt: skip
-"""The config fields that headpool reads, in transformers' words; the data hold each class's defaults for them."""
+"""The config fields that headpool reads, in transformers' words; the data hold each class's defaults for
+them.
+"""
 
 SYNONYMS = ("num_kv_heads", "n_head_kv", "multi_query")
 """Other keys for the K/V head count that servers read when a config holds them, whatever its family."""
 
-PER_LAYER = "per_layer_config"
-"""transformers' own overrides of fields for single layers: an object from layer index to fields."""
+ENCODER_DECODER = "encoder-decoder models are not supported"
+PER_LAYER = "its layers have fields of their own (per_layer_config), which is not supported yet"
+NESTED = "its language model's config is nested (text_config), which is not supported yet"
+
+PROJECTIONS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+"""What separate key and value projections are called inside an attention module."""
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 """The words in `layer_types` for layers with keys and values to pool."""
@@ -41,13 +49,16 @@ RETYPED = {("mistral", "layer_types"): "ministral"}
 class Family:
     """One model_type of transformers.
 
-    `reason` says why its checkpoints are not converted, None where they are. `geometry` is true where its layers can be
-    told from the config's top-level fields. `attention` is the attention module's name with `{}` for the layer's
-    number. `attention_tensors` maps every tensor that can stand under it (numbers as `*`) to what its size follows:
-    "heads", "kv_heads" or "fixed"; `pooled` are those that pooling changes. `window` is the rule for configs that hold
-    no layer_types (see geometry), None where there is none, `layer_fields` the class's own
-    fields that overrule it, with their defaults. `output` is the output projection's name, `rotary` how the
-    dimensions of a head pair (None: no telling), `head_dim_read` whether the class heeds an explicit head_dim. `aliases` maps fields to the names under which the class stores them.
+    `reason` says why its checkpoints are not converted, None where they are. `geometry` is true where its
+    layers can be told from the config's top-level fields. `attention` is the attention module's name with
+    `{}` for the layer's number. `attention_tensors` maps every tensor that can stand under it (numbers as
+    `*`) to what its size follows: "heads", "kv_heads" or "fixed"; `pooled` are those that pooling changes,
+    and a checkpoint that has others which follow the K/V heads (norms that an option adds) is not converted.
+    `window` is the rule for configs that hold no layer_types (see geometry), None where there is none,
+    `layer_fields` the class's own fields that overrule it, with their defaults. `output` is the output
+    projection's name, `rotary` how the dimensions of a head pair (None: no telling), `head_dim_read` whether
+    the class heeds an explicit head_dim. `aliases` maps fields to the names under which the class stores
+    them.
     """
 
     model_type: str
@@ -68,7 +79,9 @@ class Family:
 
 @cache
 def data() -> dict[str, Any]:
-    """The checked-in data file: `transformers` (the version measured), `families`, and `others` (refused by reason)."""
+    """The checked-in data file: `transformers` (the version measured), `families`, and `others` (refused
+    by reason).
+    """
     text = resources.files("headpool").joinpath("class_defaults.json").read_text(encoding="utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
@@ -93,7 +106,9 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
         window=entry.get("window"),
         layer_fields=entry.get("layer_fields", {}),
         attention=entry.get("attention", ""),
-        pooled=tuple(name for name, follows in tensors.items() if follows == "kv_heads"),
+        pooled=tuple(
+            name for name, follows in tensors.items() if follows == "kv_heads" and name in PROJECTIONS
+        ),
         attention_tensors=tensors,
         rotary=entry.get("rotary"),
         output=entry.get("output", "o_proj"),
@@ -102,9 +117,11 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
 
 
 def get(config: Mapping[str, Any], family: Family, field: str) -> Any:
-    """What `config` holds for a field of FIELDS, under its own name or its class's; the class's default where it is absent.
+    """What `config` holds for a field of FIELDS, under its own name or its class's; the class's default where
+    it is absent.
 
-    An explicit null is a value: it switches a window off, and makes a count or head_dim follow from the others.
+    An explicit null is a value: it switches a window off, and makes a count or head_dim follow from the
+    others.
     """
     for key in (family.aliases.get(field, field), field):
         if key in config:
@@ -112,9 +129,27 @@ def get(config: Mapping[str, Any], family: Family, field: str) -> Any:
     return family.defaults.get(field)
 
 
-def kv_heads(config: Mapping[str, Any], family: Family) -> Any:
-    """The config's K/V-head count (a list where it differs from layer to layer), None where it is that of the heads."""
-    return get(config, family, KV_HEADS)
+def get_kv_heads(config: Mapping[str, Any], family: Family) -> Any:
+    """The config's K/V-head count, a list where it says one for each layer: that of the query heads where
+    it is null.
+    """
+    held = get(config, family, KV_HEADS)
+    return get(config, family, "num_attention_heads") if held is None else held
+
+
+def attention_tensor(family: Family, name: str) -> tuple[int, str] | None:
+    """The layer and the name inside its attention module of a tensor of a checkpoint; None for every other
+    tensor.
+
+    Numbers in that name are *. A prefix of its own in front of the layers, or none, does not matter:
+    checkpoints of bare models lack "model.".
+    """
+    before, found, after = family.attention.rpartition("{}")
+    if not found:
+        return None
+    stem = re.escape(before.split(".")[-2])
+    match = re.fullmatch(rf"(?:.*\.)?{stem}\.(\d+){re.escape(after)}\.(.+)", name)
+    return (int(match[1]), re.sub(r"\d+", "*", match[2])) if match else None
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
@@ -126,7 +161,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
     if not isinstance(model_type, str):
         raise RequestError("config.json has no model_type, which names the model's class")
     for (found, key), other in RETYPED.items():
-        if model_type == found and config.get(key) is not None:
+        if model_type == found and key in config:
             model_type = other
     family = families().get(model_type)
     reason = _unreadable(config, model_type, family)
@@ -136,7 +171,9 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config that can be converted. Raises RequestError with the reason for every other config."""
+    """The family of a config that can be converted. Raises RequestError with the reason for every other
+    config.
+    """
     family = find_family(config)
     reason = refusal(config, family)
     if reason is not None:
@@ -144,8 +181,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def refusal(config: Mapping[str, Any], family: Family) -> str | None:
-    """Why a model of a known family is not converted; None where it is."""
+def refusal(config: Mapping[str, Any], family: Family, tensors: Iterable[str] = ()) -> str | None:
+    """Why a model of a known family, with tensors of these names, is not converted; None where it is."""
     other = next((kind for kind in config.get("layer_types") or () if kind not in ATTENTION_KINDS), None)
     if other is not None:
         return f"a hybrid: its layer_types hold {other!r}, and only attention layers are supported"
@@ -153,27 +190,27 @@ def refusal(config: Mapping[str, Any], family: Family) -> str | None:
         if config.get(key):
             held = config[key]
             method = held.get("quant_method", key) if isinstance(held, Mapping) else key
-            return f"the weights are quantized ({method}); convert the unquantized checkpoint, then quantize again"
+            return f"the weights are quantized ({method}); convert the unquantized checkpoint instead"
+    for name in tensors:
+        _, suffix = attention_tensor(family, name) or (0, "")
+        if family.attention_tensors.get(suffix) == "kv_heads" and suffix not in family.pooled:
+            return f"tensor {name!r} spans all key/value heads, which is not supported yet"
     return family.reason
 
 
 def _unreadable(config: Mapping[str, Any], model_type: str, family: Family | None) -> str | None:
     """Why a config's layers cannot be told; None where they can."""
-    if config.get("is_encoder_decoder"):
-        return "encoder-decoder models are not supported"
-    if "text_config" in config:
-        return "its language model's config is nested (text_config), which is not supported yet"
-    if family is not None:
-        return None if family.geometry else str(family.reason)
-    for reason, names in data()["others"].items():
-        if model_type in names:
-            return str(reason)
-    if "auto_map" in config:
-        return "its code comes with the checkpoint (auto_map), and remote code is never run; transformers has no such class"
-    if "peft_type" in config:
-        return "an adapter, not a model; merge it into its base model first"
     near = difflib.get_close_matches(model_type, families(), n=3)
-    return "unknown" + (f"; did you mean {' or '.join(near)}?" if near else "")
+    signs: tuple[tuple[object, str | None], ...] = (
+        (config.get("is_encoder_decoder"), ENCODER_DECODER),
+        ("text_config" in config, NESTED),
+        (config.get("per_layer_config"), PER_LAYER),
+        (family is not None, None if family is None or family.geometry else family.reason),
+        *((model_type in names, reason) for reason, names in data()["others"].items()),
+        ("auto_map" in config, "its code comes with the checkpoint (auto_map), and remote code is never run"),
+        (True, "unknown" + (f"; did you mean {' or '.join(near)}?" if near else "")),
+    )
+    return next(reason for sign, reason in signs if sign)
 
 
 def kv_heads_fields(config: Mapping[str, Any], family: Family | None = None) -> dict[str, Any]:
@@ -184,7 +221,7 @@ def kv_heads_fields(config: Mapping[str, Any], family: Family | None = None) -> 
     family = family or find_family(config)
     names = (family.aliases.get(KV_HEADS, KV_HEADS), KV_HEADS, *SYNONYMS)
     held = {name: config[name] for name in names if config.get(name) is not None}
-    expected = kv_heads(config, family)
+    expected = get_kv_heads(config, family)
     for name, value in held.items():
         agrees = value == (expected == 1) if isinstance(value, bool) else value == expected
         if not agrees:
@@ -193,12 +230,12 @@ def kv_heads_fields(config: Mapping[str, Any], family: Family | None = None) -> 
 
 
 def kv_heads_changes(config: Mapping[str, Any], kv_heads: int) -> dict[str, Any]:
-    """The top-level fields of a config, with their new values, that give it `kv_heads` K/V heads wherever it has more.
+    """The top-level fields of a config, with their new values, that give it `kv_heads` K/V heads wherever it
+    has more.
 
     The family's own field is among them even where the config leaves it out.
     """
     family = find_family(config)
-    own = family.aliases.get(KV_HEADS, KV_HEADS)
 
     def fewer(value: Any) -> Any:
         if isinstance(value, bool):
@@ -207,11 +244,6 @@ def kv_heads_changes(config: Mapping[str, Any], kv_heads: int) -> dict[str, Any]
             return [fewer(one) for one in value]
         return min(value, kv_heads)
 
-    changes = {name: fewer(value) for name, value in ({own: kv_heads} | kv_heads_fields(config)).items()}
-    overrides = config.get(PER_LAYER) or {}
-    if any(KV_HEADS in fields for fields in overrides.values()):
-        changes[PER_LAYER] = {
-            layer: fields | ({KV_HEADS: fewer(fields[KV_HEADS])} if KV_HEADS in fields else {})
-            for layer, fields in overrides.items()
-        }
-    return changes
+    own = family.aliases.get(KV_HEADS, KV_HEADS)
+    held = {own: get_kv_heads(config, family)} | kv_heads_fields(config, family)
+    return {name: fewer(value) for name, value in held.items()}

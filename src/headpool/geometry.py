@@ -1,16 +1,23 @@
 """The shape of a model's K/V cache, told from its config: one record per layer, and the arithmetic on them.
 
-Nothing here reads weights or imports torch or transformers. What a config leaves out is its class's default (families).
+Nothing here reads weights or imports torch or transformers. What a config leaves out is its class's default
+(families).
 """
 
-import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal
 
 from headpool import families
 from headpool.errors import RequestError
 from headpool.families import Family
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headpool.planning import Plan
 
 Kind = Literal["full", "sliding", "none"]
 
@@ -18,7 +25,9 @@ KINDS: Mapping[str, Kind] = {
     "full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "sliding",
     "linear_attention": "none", "conv": "none", "mamba": "none", "moe": "none", "mlp": "none",
 }  # fmt: skip
-"""transformers' words in `layer_types`; a chunked layer holds no more than its chunk, as a sliding one its window."""
+"""transformers' words in `layer_types`; a chunked layer holds no more than its chunk, as a sliding one its
+window.
+"""
 
 WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
@@ -27,9 +36,9 @@ WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "at
 class Layer:
     """One layer of a model, as far as its cache goes.
 
-    kind: "full" attends to every token, "sliding" to the last `window`, "none" keeps no keys and values. heads,
-    kv_heads, head_dim: counts and elements, the same for keys and values. shares: the index of the layer whose K/V
-    this one reads instead of keeping its own.
+    kind: "full" attends to every token, "sliding" to the last `window`, "none" keeps no keys and values.
+    heads, kv_heads, head_dim: counts and elements, the same for keys and values. shares: the index of the
+    layer whose K/V this one reads instead of keeping its own.
     """
 
     kind: Kind
@@ -47,62 +56,53 @@ class Layer:
 def layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
     """The layers of the model that `config` (the object in config.json) describes, in order.
 
-    Raises RequestError for a family whose layers cannot be told, and for a config that contradicts itself: heads that
-    do not divide by K/V heads, synonyms that disagree, lists of the wrong length. Explicit `layer_types` and `head_dim`
-    win over what would be computed.
+    Raises RequestError for a family whose layers cannot be told, and for a config that contradicts itself:
+    heads that do not divide by K/V heads, synonyms that disagree, lists of the wrong length. Explicit
+    `layer_types` and `head_dim` win over what would be computed.
     """
     return layers_of(config, families.find_family(config))
 
 
 def layers_of(config: Mapping[str, Any], family: Family) -> tuple[Layer, ...]:
     """`layers` for a config whose family is known."""
-    count = _natural(families.get(config, family, "num_hidden_layers"), "num_hidden_layers")
+    count = _whole(families.get(config, family, "num_hidden_layers"), "num_hidden_layers")
     families.kv_heads_fields(config, family)
+    listed = families.get_kv_heads(config, family)
+    if isinstance(listed, list) and len(listed) != count:
+        raise RequestError(f"{families.KV_HEADS} lists {len(listed)} layers, num_hidden_layers is {count}")
     kinds = _kinds(config, family, count)
-    shared = families.get(config, family, "num_kv_shared_layers") or 0
+    sharing = families.get(config, family, "num_kv_shared_layers") or 0
+    own = kinds[: count - _whole(sharing, "num_kv_shared_layers", least=0)]
     result = []
     for index, (layer_type, window) in enumerate(kinds):
-        own = _overridden(config, index)
-        layer = _layer(own, family, index, layer_type, window)
-        if index >= count - shared > 0:
-            shares = max((i for i in range(count - shared) if kinds[i][0] == layer_type), default=None)
-            layer = replace(layer, shares=shares)
+        layer = _layer(config, family, index, layer_type, window)
+        if index >= len(own):  # it reads what the last layer of its type with K/V of its own has kept
+            alike = [i for i, (other, _) in enumerate(own) if other == layer_type]
+            layer = replace(layer, shares=alike[-1] if alike else None)
         result.append(layer)
     return tuple(result)
-
-
-def _overridden(config: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """The config as layer `index` has it, with transformers' `per_layer_config` applied."""
-    overrides = config.get(families.PER_LAYER) or {}
-    merged = {**config, **next((own for key, own in overrides.items() if int(key) == index), {})}
-    if isinstance(merged.get(families.KV_HEADS), list):
-        counts = merged[families.KV_HEADS]
-        if index >= len(counts):
-            raise RequestError(
-                f"{families.KV_HEADS} lists {len(counts)} layers, but the model has a layer {index}: contradiction"
-            )
-        merged[families.KV_HEADS] = counts[index]
-    return merged
 
 
 def _layer(
     config: Mapping[str, Any], family: Family, index: int, layer_type: str, window: int | None
 ) -> Layer:
-    heads = _natural(families.get(config, family, "num_attention_heads"), "num_attention_heads")
-    kv_heads = _natural(families.kv_heads(config, family) or heads, families.KV_HEADS)
+    heads = _whole(families.get(config, family, "num_attention_heads"), "num_attention_heads")
+    held = families.get_kv_heads(config, family)
+    kv_heads = _whole(held[index] if isinstance(held, list) else held, families.KV_HEADS)
     if heads % kv_heads:
         raise RequestError(
             f"layer {index}: num_attention_heads {heads} does not divide by {families.KV_HEADS} {kv_heads}"
         )
     head_dim = families.get(config, family, "head_dim") if family.head_dim_read else None
     if head_dim is None:
-        hidden = _natural(families.get(config, family, "hidden_size"), "hidden_size")
+        hidden = _whole(families.get(config, family, "hidden_size"), "hidden_size")
         if hidden % heads:
             raise RequestError(f"hidden_size {hidden} does not divide by num_attention_heads {heads}")
         head_dim = hidden // heads
-    skipped = "attention" in str(config.get("skip", "")) and families.PER_LAYER in config
-    kind: Kind = "none" if skipped else KINDS[layer_type]
-    return Layer(kind, heads, kv_heads, _natural(head_dim, "head_dim"), window if kind == "sliding" else None)
+    kind: Kind = KINDS[layer_type]
+    if kind == "sliding" and window is None:
+        kind = "full"
+    return Layer(kind, heads, kv_heads, _whole(head_dim, "head_dim"), window)
 
 
 def _kinds(config: Mapping[str, Any], family: Family, count: int) -> list[tuple[str, int | None]]:
@@ -122,45 +122,54 @@ def _kinds(config: Mapping[str, Any], family: Family, count: int) -> list[tuple[
                 + " is not known here; save its config once with a recent transformers, which writes them"
             )
         return kinds_by_rule(family.window, count, get)
-    if not isinstance(explicit, list) or len(explicit) < count:
-        raise RequestError(f"layer_types must list the model's {count} layers: contradiction")
-    unknown = next((kind for kind in explicit if kind not in KINDS), None)
+    if not isinstance(explicit, list) or len(explicit) != count:
+        raise RequestError(f"layer_types must be a list of {count}, which num_hidden_layers says")
+    unknown = next((kind for kind in explicit if not isinstance(kind, str) or kind not in KINDS), None)
     if unknown is not None:
         raise RequestError(f"layer_types holds {unknown!r}; known are {', '.join(KINDS)}")
-    return [(kind, get(WINDOW_FIELDS[kind]) if kind in WINDOW_FIELDS else None) for kind in explicit[:count]]
+    windows = {kind: _window(family.window or {}, kind, get) for kind in set(explicit)}
+    return [(kind, windows[kind]) for kind in explicit]
 
 
-def kinds_by_rule(rule: Mapping[str, Any], count: int, get: Any) -> list[tuple[str, int | None]]:
+def _window(rule: Mapping[str, Any], layer_type: str | None, get: Callable[[str], Any]) -> int | None:
+    """The window of layers of one type, None where nothing bounds what they hold."""
+    field = WINDOW_FIELDS.get(layer_type or "")
+    switched_off = "enabled_by" in rule and not get(rule["enabled_by"])
+    window = None if field is None or switched_off else get(field)
+    return _whole(window, str(field)) if window else None
+
+
+def kinds_by_rule(
+    rule: Mapping[str, Any], count: int, get: Callable[[str], Any]
+) -> list[tuple[str, int | None]]:
     """What a family's rule makes of a config without layer_types.
 
-    The rule (families' data): `type` and its window's field; `enabled_by`: a field without which no layer has a
-    window; which layers are full: those below the field `below`, `first` many, the `last`, and one in `every` (a
-    number or a field, with `default`), at position `at` of each run.
+    The rule (families' data) says which `type` layers with a window have, and `enabled_by` which field they
+    have none without. Full are the layers below the field `below`, the `first` many, the `last`, and one in
+    `every` (a number, or a field with its `default`), at position `at` of each run.
     """
     layer_type = rule.get("type")
-    window = get(WINDOW_FIELDS[layer_type]) if layer_type else None
-    if not window or ("enabled_by" in rule and not get(rule["enabled_by"])):
+    window = _window(rule, layer_type, get)
+    if window is None:
         return [("full_attention", None)] * count
-    below = get(rule["below"]) if "below" in rule else rule.get("first", 0)
+    first = (
+        _whole(get(rule["below"]) or 0, rule["below"], least=0) if "below" in rule else rule.get("first", 0)
+    )
     every = rule.get("every")
     if isinstance(every, str):
-        every = get(every)
-        every = rule.get("default") if every is None else every
-    at = rule.get("at", -1)
+        held = get(every)
+        every = _whole(rule.get("default") if held is None else held, every)
 
     def full(index: int) -> bool:
-        return (
-            index < below
-            or (every is not None and (every == 0 or index % every == at % every))
-            or (index == count - 1 and rule.get("last", False))
-        )
+        periodic = every is not None and index % every == rule.get("at", -1) % every
+        return index < first or periodic or (index == count - 1 and rule.get("last", False))
 
     return [("full_attention", None) if full(index) else (str(layer_type), window) for index in range(count)]
 
 
-def _natural(value: Any, field: str) -> int:
-    if type(value) is not int or value < 1:
-        raise RequestError(f"config.json: {field} must be a whole number of 1 or more, found {value!r}")
+def _whole(value: Any, field: str, *, least: int = 1) -> int:
+    if type(value) is not int or value < least:
+        raise RequestError(f"config.json: {field} must be a whole number of {least} or more, found {value!r}")
     return value
 
 
@@ -173,7 +182,9 @@ def cache_bytes_per_token(layers: Sequence[Layer], itemsize: int) -> int:
 
 
 def cache_bytes(layers: Sequence[Layer], *, tokens: int, batch: int, itemsize: int) -> int:
-    """Bytes of the K/V cache of `batch` sequences of `tokens` tokens; a sliding layer holds at most its window."""
+    """Bytes of the K/V cache of `batch` sequences of `tokens` tokens; a sliding layer holds at most its
+    window.
+    """
     return batch * sum(
         2 * layer.kv_heads * layer.head_dim * itemsize * min(tokens, layer.window or tokens)
         for layer in layers
@@ -198,7 +209,8 @@ def _divides(layer: Layer, kv_heads: int) -> bool:
 def regroup(layers: Sequence[Layer], kv_heads: int) -> tuple[Layer, ...]:
     """The layers with `kv_heads` K/V heads in each that has more; the others stay.
 
-    Raises RequestError for a count below 1, one that no layer reaches, and one that does not divide a layer's.
+    Raises RequestError for a count below 1, one that no layer reaches, and one that does not divide a
+    layer's.
     """
     possible = options(layers)
     most = max(possible, default=0)
@@ -213,5 +225,42 @@ def regroup(layers: Sequence[Layer], kv_heads: int) -> tuple[Layer, ...]:
                 f"possible are {listed}"
             )
     return tuple(
-        layer if layer.kind == "none" else replace(layer, kv_heads=min(layer.kv_heads, kv_heads)) for layer in layers
+        layer if layer.kind == "none" else replace(layer, kv_heads=min(layer.kv_heads, kv_heads))
+        for layer in layers
     )
+
+
+UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGTP", start=1)
+}
+"""Units of memory and their bytes: GB is 10^9, GiB 2^30."""
+
+
+def plan(
+    model: "str | Path",
+    *,
+    context: int | None = None,
+    batch: int = 1,
+    memory: int | None = None,
+    revision: str | None = None,
+) -> "Plan":
+    """What each K/V-head count of a model would take and save: see headpool.planning, which imports this
+    module.
+    """
+    from headpool.planning import plan as make_plan
+
+    return make_plan(model, context=context, batch=batch, memory=memory, revision=revision)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "80GiB", "1.5 TB" or "4096". Raises RequestError for anything else, zero
+    included.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = {name.lower(): size for name, size in UNITS.items()}.get(match[2].lower()) if match else None
+    size = int(Fraction(match[1]) * unit) if match and unit else 0
+    if size < 1:
+        raise RequestError(f"{text!r} is no size; write it as 80GiB, 500MB or a number of bytes")
+    return size

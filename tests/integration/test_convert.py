@@ -1,0 +1,323 @@
+"""The contract of a converted checkpoint, on real files: what changes, what does not, what the result computes."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from headpool import reference
+from headpool.checkpoint import open_source
+from headpool.convert.layouts import PARTS, AttentionWeights
+from headpool.convert.plan import plan_conversion
+from headpool.convert.run import Conversion, convert_checkpoint
+
+pytestmark = pytest.mark.usefixtures("quick_check")
+
+KEPT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE", "chat_template.jinja")
+
+
+def projections(family: str, layers: int = 2) -> set[str]:
+    """What mean-pooling may change, written out by hand."""
+    kinds = ("weight", "bias") if family in ("qwen2", "qwen3") else ("weight",)
+    return {f"model.layers.{i}.self_attn.{part}_proj.{kind}" for i in range(layers) for part in "kv" for kind in kinds}
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def by_head(weight: torch.Tensor, heads: int) -> Any:
+    return weight.double().unflatten(0, (heads, -1)).numpy()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_changes_what_it_declares_and_nothing_else(sources: dict[str, Path], family: str, tmp_path: Path) -> None:
+    source, out = sources[family], tmp_path / "out"
+    result = convert_checkpoint(str(source), out, kv_heads=4)
+    before, after = tiny.tensors(source), tiny.tensors(out)
+    assert set(after) == set(before)
+    changed = {name for name in before if bytes_of(before[name]) != bytes_of(after[name])}
+    assert changed == projections(family)
+    assert {before[name].dtype for name in before} == {after[name].dtype for name in after}
+    for name in changed:
+        expected = reference.mean_heads(by_head(before[name], 12), 4)
+        assert torch.equal(after[name], torch.from_numpy(expected).float().reshape(after[name].shape)), name
+    assert result.pooled_tensors == len(changed)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_files_travel_as_bytes_and_the_config_changes_in_one_value(
+    sources: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    source, out = sources[family], tmp_path / "out"
+    convert_checkpoint(str(source), out, kv_heads=4)
+    for name in KEPT:
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert (out / "SOURCE_README.md").read_bytes() == (source / "README.md").read_bytes()
+    assert {path.name for path in out.iterdir()} == {*KEPT, "SOURCE_README.md", "config.json", "headpool.json", "model.safetensors"}
+    patched = (source / "config.json").read_text().replace('"num_key_value_heads": 12', '"num_key_value_heads": 4')
+    assert (out / "config.json").read_text() == patched
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_pooled_model_is_the_mha_model_with_its_heads_overwritten_by_their_mean(
+    sources: dict[str, Path], family: str, kv_heads: int, tmp_path: Path
+) -> None:
+    source, out = sources[family], tmp_path / "out"
+    convert_checkpoint(str(source), out, kv_heads=kv_heads)
+    overwritten = tiny.load(source)
+    state = overwritten.state_dict()
+    for name in projections(family):
+        mean = reference.mean_heads(by_head(tiny.tensors(source)[name], 12), kv_heads)
+        stored = torch.from_numpy(mean).float().double()  # what a float32 checkpoint can hold
+        state[name].copy_(torch.from_numpy(reference.repeat_heads(stored.numpy(), 12)).reshape(state[name].shape))
+    pooled = tiny.load(out)
+    torch.testing.assert_close(tiny.logits(pooled), tiny.logits(overwritten), rtol=0, atol=1e-10)
+    assert (tiny.logits(pooled) - tiny.logits(tiny.load(source))).abs().max() > 1e-3, "pooling must show"
+    cache = pooled(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+    assert {layer.keys.shape[1] for layer in cache.layers} == {kv_heads}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(12, 6), (12, 4), (12, 3), (9, 1)])
+def test_an_expanded_model_comes_back_bit_for_bit(dtype: torch.dtype, heads: int, kv_heads: int, tmp_path: Path) -> None:
+    grouped = tiny.checkpoint(
+        tmp_path / "grouped", "qwen2", dtype=dtype, num_attention_heads=heads, hidden_size=8 * heads, num_key_value_heads=kv_heads
+    )
+    expanded = shutil.copytree(grouped, tmp_path / "expanded")
+    config = json.loads((grouped / "config.json").read_text())
+    (expanded / "config.json").write_text(json.dumps({**config, "num_key_value_heads": heads}))
+    held = tiny.tensors(grouped)
+    tiny.rewrite(
+        expanded,
+        {
+            name: held[name].unflatten(0, (kv_heads, -1)).repeat_interleave(heads // kv_heads, 0).flatten(0, 1)
+            for name in projections("qwen2")
+        },
+    )
+    convert_checkpoint(str(expanded), tmp_path / "back", kv_heads=kv_heads)
+    back = tiny.tensors(tmp_path / "back")
+    assert {name: bytes_of(tensor) for name, tensor in back.items()} == {
+        name: bytes_of(tensor) for name, tensor in held.items()
+    }
+
+
+def test_a_grouped_model_converts_further(tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "9", "llama", num_attention_heads=9, hidden_size=72, num_key_value_heads=9)
+    convert_checkpoint(str(source), tmp_path / "3", kv_heads=3)
+    convert_checkpoint(str(tmp_path / "3"), tmp_path / "1", kv_heads=1)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    three = reference.mean_heads(by_head(tiny.tensors(source)[name], 9), 3)
+    one = reference.mean_heads(torch.from_numpy(three).float().double().numpy(), 1)
+    assert torch.equal(tiny.tensors(tmp_path / "1")[name], torch.from_numpy(one).float().flatten(0, 1))
+    assert json.loads((tmp_path / "1" / "config.json").read_text())["num_key_value_heads"] == 1
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random"])
+def test_as_many_heads_as_there_are_is_a_copy_and_says_so(sources: dict[str, Path], method: str, tmp_path: Path) -> None:
+    source, out = sources["qwen2"], tmp_path / "out"
+    result = convert_checkpoint(str(source), out, kv_heads=12, method=method)
+    assert result.copied
+    assert "a copy" in result.describe()
+    assert {name: bytes_of(t) for name, t in tiny.tensors(out).items()} == {
+        name: bytes_of(t) for name, t in tiny.tensors(source).items()
+    }
+    assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_first_takes_the_first_head_and_random_neither(sources: dict[str, Path], tmp_path: Path) -> None:
+    name, bias = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.k_proj.bias"
+    held = tiny.tensors(sources["qwen2"])
+    for method in ("first", "random"):
+        convert_checkpoint(str(sources["qwen2"]), tmp_path / method, kv_heads=3, method=method)
+    first, random = tiny.tensors(tmp_path / "first"), tiny.tensors(tmp_path / "random")
+    assert torch.equal(first[name], held[name].unflatten(0, (12, 8))[[0, 4, 8]].flatten(0, 1))
+    assert torch.equal(first[bias], held[bias].unflatten(0, (12, 8))[[0, 4, 8]].flatten())
+    # 24 * 96 draws at the default initializer_range 0.02: the deviation's standard error is 0.0003.
+    assert abs(random[name].std().item() - 0.02) < 0.0015
+    assert torch.equal(random[bias], torch.zeros(24))
+
+
+def test_the_same_command_gives_the_same_bytes(sources: dict[str, Path], tmp_path: Path) -> None:
+    elsewhere = shutil.copytree(sources["llama"], tmp_path / "deep" / "llama")
+    convert_checkpoint(str(sources["llama"]), tmp_path / "a", kv_heads=2, method="random", seed=5)
+    convert_checkpoint(str(elsewhere), tmp_path / "b", kv_heads=2, method="random", seed=5)
+    convert_checkpoint(str(elsewhere), tmp_path / "c", kv_heads=2, method="random", seed=6)
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert "headpool.json" in files
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() != (tmp_path / "c" / "model.safetensors").read_bytes()
+    assert str(tmp_path) not in (tmp_path / "b" / "headpool.json").read_text()
+
+
+def sharded(folder: Path, **changes: Any) -> Path:
+    made = tiny.checkpoint(folder, "llama", max_shard_size="100KB", **changes)
+    assert len(list(made.glob("*.safetensors"))) > 2
+    return made
+
+
+def test_shards_stay_as_they_were_cut(tmp_path: Path) -> None:
+    source = sharded(tmp_path / "source")
+    convert_checkpoint(str(source), tmp_path / "out", kv_heads=4)
+    before = json.loads((source / "model.safetensors.index.json").read_text())
+    after = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert after["weight_map"] == before["weight_map"]
+    held = tiny.tensors(tmp_path / "out")
+    assert after["metadata"]["total_size"] == sum(t.nbytes for t in held.values()) < before["metadata"]["total_size"]
+    tiny.load(tmp_path / "out")
+
+
+def test_max_shard_size_cuts_anew(tmp_path: Path) -> None:
+    source = sharded(tmp_path / "source")
+    convert_checkpoint(str(source), tmp_path / "one", kv_heads=4, max_shard_size=1 << 30)
+    assert [path.name for path in (tmp_path / "one").glob("*.safetensors*")] == ["model.safetensors"]
+    convert_checkpoint(str(tmp_path / "one"), tmp_path / "many", kv_heads=2, max_shard_size=130_000)
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2
+    largest = max(tensor.nbytes for tensor in tiny.tensors(tmp_path / "many").values())
+    for file in files:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+        assert file.stat().st_size - 8 - length <= max(130_000, largest)
+    assert set(tiny.tensors(tmp_path / "many")) == set(tiny.tensors(source))
+    tiny.load(tmp_path / "many")
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+def test_dtype_casts_every_float_and_the_config_says_so(key: str, tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "source", "qwen3")
+    config = json.loads((source / "config.json").read_text())
+    config = {key if name in ("dtype", "torch_dtype") else name: value for name, value in config.items()}
+    (source / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(str(source), tmp_path / "out", kv_heads=4, dtype="bfloat16")
+    after = tiny.tensors(tmp_path / "out")
+    for name, tensor in tiny.tensors(source).items():
+        expected = tensor.double()
+        if name in projections("qwen3"):
+            expected = torch.from_numpy(reference.mean_heads(by_head(tensor, 12), 4)).reshape(after[name].shape)
+        assert after[name].dtype == torch.bfloat16
+        # Half a unit in the last of 8 bits: nearest, whatever the way there.
+        assert ((after[name].double() - expected).abs() <= expected.abs() * 2.0**-8).all(), name
+        assert torch.equal(after[name], expected.float().bfloat16()) or name in projections("qwen3")
+    patched = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert patched == {**config, key: "bfloat16", "num_key_value_heads": 4}
+
+
+def test_pickled_sources_give_the_same_tensors(tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "source", "llama", tie_word_embeddings=True)
+    held = tiny.tensors(source)
+    pickled = shutil.copytree(source, tmp_path / "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
+    aliased = {**held, "lm_head.weight": held["model.embed_tokens.weight"]}
+    torch.save(aliased, pickled / "pytorch_model.bin")
+    halves = shutil.copytree(source, tmp_path / "halves", ignore=shutil.ignore_patterns("*.safetensors"))
+    names = sorted(held)
+    files = {"pytorch_model-00001-of-00002.bin": names[:9], "pytorch_model-00002-of-00002.bin": names[9:]}
+    for file, part in files.items():
+        torch.save({name: held[name] for name in part}, halves / file)
+    weight_map = {name: file for file, part in files.items() for name in part}
+    (halves / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for folder in (source, pickled, halves):
+        convert_checkpoint(str(folder), tmp_path / f"{folder.name}-out", kv_heads=4)
+    expected = {name: bytes_of(tensor) for name, tensor in tiny.tensors(tmp_path / "source-out").items()}
+    assert "lm_head.weight" not in expected
+    for folder in (pickled, halves):
+        out = tmp_path / f"{folder.name}-out"
+        assert not list(out.glob("*.bin*"))
+        assert {name: bytes_of(tensor) for name, tensor in tiny.tensors(out).items()} == expected
+
+
+def test_dry_run_writes_nothing(sources: dict[str, Path], tmp_path: Path) -> None:
+    result = convert_checkpoint(str(sources["llama"]), tmp_path / "out", kv_heads=4, dry_run=True)
+    assert list(tmp_path.iterdir()) == []
+    written = convert_checkpoint(str(sources["llama"]), tmp_path / "out", kv_heads=4)
+    assert result.output_bytes == written.output_bytes == (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert isinstance(result, Conversion)
+
+
+def test_a_source_may_hold_nothing_but_config_and_weights(sources: dict[str, Path], tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(sources["gemma"] / name, bare / name)
+    convert_checkpoint(str(bare), tmp_path / "out", kv_heads=4)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", "headpool.json"}
+
+
+def test_overwrite_replaces_whole(sources: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    convert_checkpoint(str(sources["llama"]), out, kv_heads=4, overwrite=True)
+    assert not (out / "old").exists()
+    assert (out / "config.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_old_buffers_and_unknown_config_keys_survive(tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "source", "llama")
+    buffer = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.rand(4) for i in range(2)}
+    tiny.rewrite(source, buffer)
+    text = (source / "config.json").read_text().replace("{", '{\n  "my_key": [1e-3, {"num_key_value_heads": 12}],', 1)
+    (source / "config.json").write_text(text)
+    result = convert_checkpoint(str(source), tmp_path / "out", kv_heads=4)
+    after = tiny.tensors(tmp_path / "out")
+    for name, tensor in buffer.items():
+        assert torch.equal(after[name], tensor)
+    assert '"my_key": [1e-3, {"num_key_value_heads": 12}],' in (tmp_path / "out" / "config.json").read_text()
+    assert result.warnings == ()
+
+
+def test_a_config_that_leaves_the_field_out_gets_it(tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "source", "llama")
+    config = json.loads((source / "config.json").read_text())
+    del config["num_key_value_heads"]
+    (source / "config.json").write_text(json.dumps(config, indent=2))
+    convert_checkpoint(str(source), tmp_path / "out", kv_heads=4)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**config, "num_key_value_heads": 4}
+    tiny.load(tmp_path / "out")
+
+
+def test_greedy_tokens_are_the_same_with_a_cache_and_without(sources: dict[str, Path], tmp_path: Path) -> None:
+    convert_checkpoint(str(sources["mistral"]), tmp_path / "out", kv_heads=4)
+    built = tiny.load(tmp_path / "out")
+    prompt = torch.tensor([[5, 9, 2, 77]])
+    with_cache = built.generate(prompt, max_new_tokens=24, do_sample=False, use_cache=True)
+    without = built.generate(prompt, max_new_tokens=24, do_sample=False, use_cache=False)
+    assert torch.equal(with_cache, without)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_seam_gives_back_what_it_took_and_heads_can_be_permuted(
+    sources: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    """Permuting heads with everything that belongs to them changes no logit; read and write are each other's inverse."""
+    source = sources[family]
+    layout = plan_conversion(open_source(str(source)), kv_heads=4).layout
+    held = tiny.tensors(source)
+    permuted = shutil.copytree(source, tmp_path / "permuted")
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    changes: dict[str, torch.Tensor | None] = {}
+    for layer in range(2):
+        weights = layout.read(held, layer, PARTS)
+        assert all(torch.equal(tensor, held[name]) for name, tensor in layout.write(weights, layer).items())
+        assert len(layout.write(weights, layer)) == sum(f"layers.{layer}.self_attn" in n and "norm" not in n for n in held)
+        changes |= layout.write(_permuted(weights, order), layer)
+    tiny.rewrite(permuted, {name: t.contiguous() for name, t in changes.items() if t is not None})
+    moved, original = tiny.load(permuted), tiny.load(source)
+    assert not torch.equal(moved.model.layers[0].self_attn.o_proj.weight, original.model.layers[0].self_attn.o_proj.weight)
+    torch.testing.assert_close(tiny.logits(moved), tiny.logits(original), rtol=0, atol=1e-10)
+
+
+def _permuted(weights: AttentionWeights, order: torch.Tensor) -> AttentionWeights:
+    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[order]
+
+    parts = ("q", "k", "v", "o", "bias_q", "bias_k", "bias_v")
+    return replace(weights, **{part: moved(getattr(weights, part)) for part in parts})

@@ -1,0 +1,94 @@
+"""A conversion killed with SIGKILL, at every step it takes and at random moments, leaves no destination that loads."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+
+from headpool.convert.run import convert_checkpoint
+
+CRASH = Path(tiny.__file__).parent / "crash.py"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.usefixtures("quick_check")
+def test_killed_at_every_step(tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "source", "llama", tokenizer=True, max_shard_size="100KB")
+    convert_checkpoint(str(source), tmp_path / "expected" / "out", kv_heads=4)
+    expected = contents(tmp_path / "expected" / "out")
+    out = tmp_path / "killed" / "out"
+    out.parent.mkdir()
+    first, deaths = 1, 0
+    while True:
+        done = subprocess.run(
+            [sys.executable, str(CRASH), str(source), str(out), str(first), "1"], capture_output=True, text=True, check=True
+        )
+        *died, last = [json.loads(line) for line in done.stdout.splitlines()]
+        for attempt in died:
+            entries = attempt["entries"]
+            assert "out" not in entries
+            # Only in the last instant, when everything is on the disk and checked, does config.json lie beside the weights.
+            if ".out.partial/config.json" in entries:
+                assert attempt["die_at"] >= last["die_at"] - 25
+        deaths += len(died)
+        if last["finished"]:
+            break
+        # Killed right after the rename: then the destination is whole.
+        assert contents(out) == expected
+        deaths += 1
+        for path in out.iterdir():
+            path.unlink()
+        out.rmdir()
+        first = last["die_at"] + 1
+    assert contents(out) == expected, "the run after all those deaths succeeds"
+    assert [path.name for path in out.parent.iterdir()] == ["out"], "and clears what they left"
+    assert deaths > 40
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    """The real command with its real check, killed from outside while it starts, writes and checks."""
+    source = tiny.checkpoint(tmp_path / "source", "llama", tokenizer=True)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "headpool", "convert", str(source), str(out), "--kv-heads", "4"]
+    begin = time.monotonic()
+    subprocess.run(command, check=True, capture_output=True)
+    seconds = time.monotonic() - begin
+    expected = contents(out)
+    chosen = random.Random(0)
+    for _ in range(4):
+        for path in out.iterdir() if out.exists() else ():
+            path.unlink()
+        if out.exists():
+            out.rmdir()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(seconds * chosen.uniform(0.3, 0.95))
+        process.kill()
+        process.wait()
+        assert not out.exists() or contents(out) == expected
+    if not out.exists():
+        subprocess.run(command, check=True, capture_output=True)
+    assert contents(out) == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    source = tiny.checkpoint(tmp_path / "source", "llama", tokenizer=True)
+    out = tmp_path / "place" / "out"
+    command = [sys.executable, "-m", "headpool", "convert", str(source), str(out), "--kv-heads", "4"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not out.parent.exists():
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate()
+    assert process.returncode == 128 + number
+    assert f"stopped by {number.name}" in err
+    assert not out.parent.exists(), "what was made for the destination is gone again"

@@ -1,0 +1,112 @@
+"""`headpool run`: stages in order, skipped when done, done again when what they stand on changed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from headpool.errors import RequestError
+from headpool.pipeline import run_recipe
+from headpool.recipe import Recipe, load_recipe
+
+pytestmark = pytest.mark.usefixtures("quick_check")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=2048)
+    (tmp_path / "text.txt").write_text(tiny.NOVEL.read_text()[:3000])
+    path = tmp_path / "my.yaml"
+    path.write_text("model: model\nconvert: {kv_heads: 4}\neval: {data: text.txt, window: 64}\n")
+    return path
+
+
+def load(recipe: Path, *overrides: str) -> Recipe:
+    return load_recipe(str(recipe), [f"output={recipe.parent / 'out'}", *overrides])
+
+
+def skipped(recipe: Recipe, **options: Any) -> list[bool]:
+    result = run_recipe(recipe, **options)
+    assert [stage.name for stage in result.stages] == ["convert", "eval"]
+    return [stage.skipped for stage in result.stages]
+
+
+def report(recipe: Path) -> Any:
+    return json.loads((recipe.parent / "out" / "report" / "report.json").read_text())
+
+
+def test_a_stage_runs_again_only_when_what_it_stands_on_changed(recipe: Path) -> None:
+    assert skipped(load(recipe)) == [False, False]
+    first = report(recipe)
+    assert [model["kv_heads"] for model in first["models"]] == [12, 4]
+    assert first["models"][1]["label"] == "converted, not yet uptrained"
+    assert skipped(load(recipe)) == [True, True]
+    assert report(recipe) == first
+    assert skipped(load(recipe, "eval.window=32")) == [True, False]
+    assert report(recipe)["settings"]["window"] == 32
+    assert skipped(load(recipe, "eval.window=32", "convert.kv_heads=2")) == [False, False]
+    assert [model["kv_heads"] for model in report(recipe)["models"]] == [12, 2]
+    (recipe.parent / "text.txt").write_text("Another text. " * 50)
+    assert skipped(load(recipe, "eval.window=32", "convert.kv_heads=2")) == [True, False]
+    tiny.checkpoint(recipe.parent / "model", "llama", seed=1, tokenizer=True, vocab_size=2048)
+    assert skipped(load(recipe, "eval.window=32", "convert.kv_heads=2")) == [False, False]
+    assert skipped(load(recipe, "eval.window=32", "convert.kv_heads=2"), fresh=True) == [False, False]
+
+
+def test_a_killed_run_goes_on_where_it_was(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headpool import pipeline
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "_evaluate", die)
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(load(recipe))
+    assert skipped(load(recipe)) == [True, False]
+    # Killed while it converts for other options: the old output must not pass for the new one.
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "_convert", die)
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(load(recipe, "convert.kv_heads=2"))
+    assert skipped(load(recipe, "convert.kv_heads=2")) == [False, False]
+    assert report(recipe)["models"][1]["kv_heads"] == 2
+
+
+def test_without_an_eval_section_there_is_no_report(recipe: Path) -> None:
+    result = run_recipe(load(recipe, "eval=null"))
+    assert result.report is None
+    assert [stage.name for stage in result.stages] == ["convert"]
+
+
+def test_what_a_run_did_not_make_is_not_removed(recipe: Path) -> None:
+    mine = recipe.parent / "out" / "converted"
+    mine.mkdir(parents=True)
+    (mine / "precious").write_text("mine")
+    for fresh in (False, True):
+        with pytest.raises(RequestError, match="was not made by a run"):
+            run_recipe(load(recipe), fresh=fresh)
+    assert (mine / "precious").exists()
+
+
+def test_impossible_recipes_leave_nothing_behind(recipe: Path) -> None:
+    with pytest.raises(RequestError, match="do not divide"):
+        run_recipe(load(recipe, "convert.kv_heads=5"))
+    assert not (recipe.parent / "out" / "converted").exists()
+    with pytest.raises(RequestError, match="no such directory"):
+        run_recipe(load(recipe, "model=./nowhere"))
+
+
+def test_a_second_run_is_refused_while_the_first_lives(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headpool import pipeline
+
+    def again(*_: Any) -> None:
+        with pytest.raises(RequestError, match="another run"):
+            run_recipe(load(recipe))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "_convert", again)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(load(recipe))

@@ -1,0 +1,182 @@
+"""Geometry told from a config against what transformers makes of it: configs, weights, caches."""
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from headpool import families, geometry
+from headpool.geometry import Layer
+
+NAMED = (*tiny.FAMILIES, "gemma2")
+KNOWN = tuple(
+    name
+    for name, family in families.families().items()
+    if family.geometry and (name in NAMED or transformers.__version__ == families.data()["transformers"])
+)
+"""On a version of transformers other than the measured one only the families that are tested by name."""
+
+CONVERTING = tuple(name for name in KNOWN if families.families()[name].reason is None)
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_hidden_layers": 7},
+    {"num_hidden_layers": 26, "num_key_value_heads": None},
+    {"num_hidden_layers": 7, "sliding_window": 33},
+    {"num_hidden_layers": 7, "sliding_window": None},
+    {"num_hidden_layers": 9, "use_sliding_window": True, "max_window_layers": 5, "sliding_window": 11},
+    {"num_hidden_layers": 9, "use_sliding_window": False, "sliding_window": 11},
+    {"num_hidden_layers": 14, "sliding_window_pattern": 5},
+    {
+        "num_hidden_layers": 3,
+        "sliding_window": 12,
+        "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+    {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96, "head_dim": 40},
+)
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "nemotron": {"num_key_value_heads": 8},
+    "glm4_moe": {"head_dim": 128},
+}
+"""What these classes need for a model to come of their defaults."""
+
+
+def told(config: Any, head_dim_read: bool) -> list[Layer]:
+    """What transformers says: the cache's layers by its own cache, the heads by the config's attributes."""
+    heads = config.num_attention_heads
+    head_dim = (head_dim_read and getattr(config, "head_dim", None)) or config.hidden_size / heads
+    layers = []
+    for cached in transformers.DynamicCache(config=config).layers:
+        window = getattr(cached, "sliding_window", None)
+        kind = {"DynamicLayer": "full", "DynamicSlidingWindowLayer": "sliding"}[type(cached).__name__]
+        layers.append(Layer(kind, heads, config.num_key_value_heads, head_dim, window))  # type: ignore[arg-type]
+    return layers
+
+
+def usable(config: Any) -> bool:
+    """Whether a class could build a model of what it made of a config."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return (
+        config.num_key_value_heads is not None
+        and (
+            config.hidden_size % config.num_attention_heads == 0
+            or getattr(config, "head_dim", None) is not None
+        )
+        and not ("sliding_attention" in kinds and config.sliding_window is None)
+    )
+
+
+@pytest.mark.parametrize("model_type", KNOWN)
+def test_layers_are_what_transformers_makes_of_the_same_config(model_type: str) -> None:
+    family = families.families()[model_type]
+    compared = 0
+    for variant in VARIANTS:
+        fields = OWN.get(model_type, {}) | variant
+        try:
+            config = CONFIG_MAPPING[model_type](**fields)
+        except Exception:
+            continue  # the class itself refuses this one
+        overruled = any(fields.get(name, default) != default for name, default in family.layer_fields.items())
+        if not usable(config) or (overruled and "layer_types" not in fields):
+            continue
+        expected = told(config, family.head_dim_read)
+        assert list(geometry.layers({"model_type": model_type} | fields)) == expected, variant
+        assert list(geometry.layers(config.to_dict())) == expected, variant
+        compared += 1
+    assert compared >= 4
+
+
+def test_enough_families_are_compared() -> None:
+    assert set(NAMED) <= set(KNOWN)
+    if transformers.__version__ == families.data()["transformers"]:
+        assert len(KNOWN) >= 70
+        assert len(CONVERTING) >= 60
+
+
+def shapes(model_type: str, **fields: Any) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    **OWN,
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "head_dim": 32},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 2},
+    "ministral": {"head_dim": 32},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "num_hidden_layers": 5},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+}
+"""What these classes need beyond their defaults to be built."""
+
+
+@pytest.mark.parametrize("model_type", CONVERTING)
+def test_weights_have_the_shapes_and_the_names_that_the_family_says(model_type: str) -> None:
+    """With the class's own dimensions, other than those of the small models that the data were measured
+    on.
+    """
+    family = families.families()[model_type]
+    fields = {"num_hidden_layers": 2} | NEEDED.get(model_type, {})
+    layers = geometry.layers({"model_type": model_type} | fields)
+    found = shapes(model_type, **fields)
+    seen = set()
+    for name, shape in found.items():
+        held = families.attention_tensor(family, name)
+        if held is None:
+            assert "k_proj" not in name
+            continue
+        index, suffix = held
+        assert suffix in family.attention_tensors
+        seen.add((index, suffix))
+        rows = {
+            "q_proj": layers[index].heads,
+            "k_proj": layers[index].kv_heads,
+            "v_proj": layers[index].kv_heads,
+        }
+        if suffix.split(".")[0] in rows:
+            assert shape[0] == rows[suffix.split(".")[0]] * layers[index].head_dim
+    for index in range(len(layers)):
+        assert {(index, f"{part}.weight") for part in ("q_proj", "k_proj", "v_proj", family.output)} <= seen
+
+
+@pytest.mark.parametrize("model_type", NAMED)
+@pytest.mark.parametrize("kv_heads", [12, 4, 1])
+def test_cache_bytes_are_those_of_a_cache_that_a_model_filled(model_type: str, kv_heads: int) -> None:
+    model = tiny.model(model_type, num_key_value_heads=kv_heads, num_hidden_layers=4, sliding_window=16)
+    layers = geometry.layers({"model_type": model_type} | model.config.to_dict())
+    for tokens in (5, 15, 40):
+        cache = model(torch.zeros(3, tokens, dtype=torch.long), use_cache=True).past_key_values
+        held = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+        # transformers drops the one token of a full window that the next step will not see
+        kept = [Layer(l.kind, l.heads, l.kv_heads, l.head_dim, l.window and l.window - 1) for l in layers]
+        assert sum(held) == geometry.cache_bytes(kept, tokens=tokens, batch=3, itemsize=4)
+        assert sum(held) <= geometry.cache_bytes(layers, tokens=tokens, batch=3, itemsize=4)
+        if tokens < 16:
+            assert sum(held) == 3 * tokens * geometry.cache_bytes_per_token(layers, 4)
+
+
+@pytest.mark.skipif("gemma3n_text" not in KNOWN, reason="tested on the measured version")
+@pytest.mark.parametrize("shared", [0, 3, 5])
+def test_layers_that_share_keep_nothing_of_their_own(shared: int) -> None:
+    config = CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=10, num_kv_shared_layers=shared)
+    layers = geometry.layers(
+        {"model_type": "gemma3n_text", "num_hidden_layers": 10, "num_kv_shared_layers": shared}
+    )
+    cached = [type(layer).__name__ for layer in transformers.DynamicCache(config=config).layers]
+    assert [layer.shares is not None for layer in layers] == [name == "DummyLayer" for name in cached]
+    assert sum(layer.shares is not None for layer in layers) == shared

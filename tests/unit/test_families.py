@@ -1,0 +1,183 @@
+"""Families as data: who converts, who is refused and why, and which fields hold the K/V-head count."""
+
+from typing import Any
+
+import pytest
+
+from headpool import families
+from headpool.errors import RequestError
+
+LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "suffixes"),
+    [
+        ("llama", {"k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias"}),
+        ("mistral", {"k_proj.weight", "v_proj.weight"}),
+        ("qwen2", {"k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias"}),
+        ("qwen3", {"k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias"}),
+        ("gemma", {"k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias"}),
+    ],
+)
+def test_what_is_pooled_in_the_families_converted_by_name(model_type: str, suffixes: set[str]) -> None:
+    family = families.family_of({"model_type": model_type})
+    assert set(family.pooled) == suffixes
+    assert family.attention == "model.layers.{}.self_attn"
+    assert family.rotary == "half-split"
+
+
+def test_what_the_other_attention_tensors_follow() -> None:
+    held = families.families()
+    assert held["gpt_oss"].attention_tensors["sinks"] == "heads"
+    assert held["qwen3"].attention_tensors["k_norm.weight"] == "fixed"
+    assert held["llama"].attention_tensors["o_proj.weight"] == "heads"
+    assert held["llama"].attention_tensors["o_proj.bias"] == "fixed"
+    assert held["cohere"].attention_tensors["k_norm.weight"] == "kv_heads"
+    assert "k_norm.weight" not in held["cohere"].pooled
+    assert held["phi"].output == "dense"
+    assert (held["cohere"].rotary, held["glm"].rotary) == ("interleaved", "interleaved")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "deepseek_v3"}, "multi-head latent attention (MLA)"),
+    ({"model_type": "gpt2"}, "no num_key_value_heads at its top"),
+    ({"model_type": "mamba"}, "no num_attention_heads at its top"),
+    ({"model_type": "jamba"}, "not attention over keys and values alone (transformers caches it in Linear"),
+    ({"model_type": "falcon_h1"}, "LinearAttentionAndFullAttentionLayer"),
+    ({"model_type": "phi3"}, "qkv_proj.weight"),
+    ({"model_type": "olmo2"}, "a norm spans all key heads (self_attn.k_norm.weight)"),
+    ({"model_type": "t5"}, "encoder-decoder"),
+    ({"model_type": "bart"}, "encoder-decoder"),
+    ({"model_type": "llama", "is_encoder_decoder": True}, "encoder-decoder"),
+    ({"model_type": "gemma3"}, "nested (text_config)"),
+    ({"model_type": "new-vlm", "text_config": {"model_type": "llama"}}, "nested (text_config)"),
+    (
+        LLAMA | {"per_layer_config": {"1": {"num_key_value_heads": 2}}},
+        "fields of their own (per_layer_config)",
+    ),
+    ({"model_type": "llamma"}, "unknown; did you mean llama"),
+    ({"model_type": "llamma", "auto_map": {"AutoConfig": "x.Y"}}, "remote code is never run"),
+    ({"model_type": None}, "no model_type"),
+    ({}, "no model_type"),
+    (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantized (gptq)"),
+    (LLAMA | {"quantization_config": {"bits": 4}}, "quantized (quantization_config)"),
+    (
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        "a hybrid: its layer_types hold 'conv'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_what_is_refused_and_why(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RequestError) as error:
+        families.family_of(config)
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_every_refused_family_says_why_and_every_other_is_complete() -> None:
+    held = families.families().values()
+    refused = [family for family in held if family.reason is not None]
+    converting = [family for family in held if family.reason is None]
+    assert len(refused) > 40
+    assert len(converting) > 50
+    assert all(family.reason for family in refused)
+    for family in converting:
+        assert family.geometry
+        assert {"k_proj.weight", "v_proj.weight"} <= set(family.pooled) <= set(families.PROJECTIONS)
+        assert f"{family.output}.weight" in family.attention_tensors
+        assert family.attention_tensors["q_proj.weight"] == "heads"
+        assert family.attention.count("{}") == 1
+
+
+def test_remote_code_is_ignored_beside_a_stock_model_type() -> None:
+    assert families.family_of(LLAMA | {"auto_map": {"AutoConfig": "x.Y"}}).class_name == "LlamaForCausalLM"
+
+
+def test_a_mistral_config_with_layer_types_is_read_as_ministral_as_transformers_does() -> None:
+    config = {"model_type": "mistral", "layer_types": ["full_attention"] * 32}
+    assert families.family_of(config).class_name == "MinistralForCausalLM"
+    assert families.family_of({"model_type": "mistral"}).class_name == "MistralForCausalLM"
+
+
+def test_a_tensor_that_spans_all_key_heads_is_a_reason() -> None:
+    family = families.family_of({"model_type": "cohere"})
+    assert families.refusal({}, family, ["model.layers.3.self_attn.k_proj.weight"]) is None
+    reason = families.refusal({}, family, ["model.layers.3.self_attn.k_norm.weight"])
+    assert reason is not None
+    assert "'model.layers.3.self_attn.k_norm.weight' spans all key/value heads" in reason
+    stablelm = families.family_of({"model_type": "stablelm"})
+    assert "norms.7" in str(
+        families.refusal({}, stablelm, ["model.layers.0.self_attn.k_layernorm.norms.7.weight"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.11.self_attn.k_proj.weight", (11, "k_proj.weight")),
+        ("layers.0.self_attn.k_proj.weight", (0, "k_proj.weight")),
+        ("language_model.model.layers.2.self_attn.x.norms.4.weight", (2, "x.norms.*.weight")),
+        ("model.layers.11.mlp.k_proj.weight", None),
+        ("model.embed_tokens.weight", None),
+        ("model.sublayers.0.self_attn.k_proj.weight", None),
+    ],
+)
+def test_attention_tensors_are_found_by_name(name: str, expected: tuple[int, str] | None) -> None:
+    assert families.attention_tensor(families.families()["llama"], name) == expected
+
+
+def test_get_prefers_the_config_then_the_class_and_takes_null_for_a_value() -> None:
+    entry = {
+        "class": "X",
+        "defaults": {"head_dim": 64, "sliding_window": 4096},
+        "aliases": {"head_dim": "kv_channels"},
+    }
+    family = families.family_from("x", entry)
+    assert families.get({}, family, "head_dim") == 64
+    assert families.get({"kv_channels": 32}, family, "head_dim") == 32
+    assert families.get({"head_dim": 16}, family, "head_dim") == 16
+    assert families.get({"sliding_window": None}, family, "sliding_window") is None
+    assert families.get({}, family, "sliding_window") == 4096
+    assert families.get({}, family, "max_window_layers") is None
+
+
+def test_all_fields_with_the_count_are_found_and_changed_together() -> None:
+    config = LLAMA | {"num_kv_heads": 8, "n_head_kv": 8, "multi_query": False}
+    assert families.kv_heads_fields(config) == {
+        "num_key_value_heads": 8, "num_kv_heads": 8, "n_head_kv": 8, "multi_query": False,
+    }  # fmt: skip
+    assert families.kv_heads_changes(config, 2) == {
+        "num_key_value_heads": 2, "num_kv_heads": 2, "n_head_kv": 2, "multi_query": False,
+    }  # fmt: skip
+    assert families.kv_heads_changes(config, 1)["multi_query"] is True
+    families.kv_heads_fields(config | families.kv_heads_changes(config, 1))
+
+
+def test_a_count_that_the_config_leaves_out_is_written() -> None:
+    assert families.kv_heads_changes({"model_type": "llama"}, 4) == {"num_key_value_heads": 4}
+    null = {"model_type": "llama", "num_key_value_heads": None}
+    assert families.kv_heads_changes(null, 4) == {"num_key_value_heads": 4}
+
+
+def test_only_layers_with_more_heads_change() -> None:
+    listed = LLAMA | {"num_key_value_heads": [8, 2, 8]}
+    assert families.kv_heads_changes(listed, 4) == {"num_key_value_heads": [4, 2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_kv_heads", 4), ("n_head_kv", 1), ("multi_query", True), ("num_kv_heads", [8, 8])],
+)
+def test_contradicting_counts_are_refused_with_both_named(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=rf"num_key_value_heads is 8, {field} is ") as error:
+        families.kv_heads_fields(LLAMA | {field: value})
+    assert str(value) in str(error.value)
+
+
+def test_a_count_under_a_foreign_name_alone_contradicts_the_class_default() -> None:
+    with pytest.raises(RequestError, match="num_key_value_heads is 32, num_kv_heads is 8"):
+        families.kv_heads_fields({"model_type": "llama", "num_attention_heads": 32, "num_kv_heads": 8})
