@@ -2,10 +2,11 @@
 
     python benchmarks/convert.py [--gigabytes 8] [--runs 3] [--folder DIR]
 
-Makes a synthetic llama-shaped sharded bfloat16 checkpoint, then runs the three in turn, each as a process of its own: with the
-source in the page cache, as after a download, and with the source evicted from it. Every one ends with a sync. Times are wall-clock seconds. headpool's start-up (interpreter, imports) is reported
-apart: its throughput counts from the moment when the conversion begins to its rename, the final check included.
-Memory is the operating system's figure for the largest single process, and the sampled sum over the process tree.
+Makes a synthetic llama-shaped sharded bfloat16 checkpoint, then runs the three in turn, each as a process of its own:
+with the source in the page cache, as after a download, and with the source evicted from it. Every one ends with a
+sync. Times are wall-clock seconds. headpool's start-up (interpreter, imports) is reported apart: its throughput counts
+from the moment when the conversion begins to its rename, the final check included. Memory is the operating system's
+figure for the largest single process, and the sampled sum over the process tree.
 """
 
 import argparse
@@ -134,7 +135,10 @@ def resident(root: int) -> int:
             stat = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        parents[int(entry.name)], sizes[int(entry.name)] = int(stat[1]), int(stat[21]) * os.sysconf("SC_PAGE_SIZE")
+        parents[int(entry.name)], sizes[int(entry.name)] = (
+            int(stat[1]),
+            int(stat[21]) * os.sysconf("SC_PAGE_SIZE"),
+        )
 
     def below(process: int) -> bool:
         while process not in (0, root):
@@ -173,7 +177,10 @@ def main() -> None:
         print(f"{total / 1e9:.2f} GB of tensors in {len(list(source.glob('*.safetensors')))} shards")
         commands = {
             "cp -r": ["cp", "-r", str(source), str(out)],
-            "headpool": [sys.executable, "-m", "headpool", "convert", str(source), str(out), "--kv-heads", str(KV_HEADS), "--json"],
+            "headpool": [
+                *(sys.executable, "-m", "headpool", "convert", str(source), str(out)),
+                *("--kv-heads", str(KV_HEADS), "--json"),
+            ],
             "transformers": [sys.executable, "-c", TRANSFORMERS, str(source), str(out), str(KV_HEADS)],
         }  # fmt: skip
         for state, prepare in CACHES.items():

@@ -1,8 +1,8 @@
 """Load a checkpoint's names and shapes in the stock class and report what does not fit.
 
 Run as a process of its own (`python -m headpool.convert.check CONFIG_DIRECTORY WEIGHTS_DIRECTORY`), it prints one JSON
-object: the lists `missing`, `unexpected` and `mismatched`. Weights are not read: headers alone decide, so that it can run while
-the files are still being filled. transformers' memory and start-up stay out of the process that converts.
+object: the lists `missing`, `unexpected` and `mismatched`. Weights are not read: headers alone decide, so that it can
+run while the files are still being filled. transformers' memory and start-up stay out of the process that converts.
 """
 
 import json
@@ -45,7 +45,11 @@ class Check:
     """A check under way in its own process."""
 
     def __init__(self, config: Path, weights: Path) -> None:
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "OMP_NUM_THREADS": "1",
+        }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headpool.convert.check", str(config), str(weights)],
             stdin=subprocess.DEVNULL,
@@ -62,7 +66,9 @@ class Check:
             raise HeadpoolError(f"the check of the result was killed by signal {-self._process.returncode}")
         if self._process.returncode != 0:
             lines = err.strip().splitlines()
-            raise RequestError(f"the stock class cannot be built from this config: {lines[-1] if lines else 'no reason'}")
+            raise RequestError(
+                f"the stock class cannot be built from this config: {lines[-1] if lines else 'no reason'}"
+            )
         found: dict[str, Any] = json.loads(out)
         return Report(**{key: tuple(names) for key, names in found.items()})
 
@@ -90,7 +96,9 @@ def load(config_directory: str, weights_directory: str) -> dict[str, list[str]]:
     return {
         "missing": sorted(info["missing_keys"]),
         "unexpected": sorted(info["unexpected_keys"]),
-        "mismatched": sorted(f"{name} {list(found)} != {list(wanted)}" for name, found, wanted in info["mismatched_keys"]),
+        "mismatched": sorted(
+            f"{name} {list(found)} != {list(wanted)}" for name, found, wanted in info["mismatched_keys"]
+        ),
     }
 
 

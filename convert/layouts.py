@@ -7,15 +7,15 @@ h query heads, k key/value heads, d head_dim, D hidden.
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from headpool.errors import RequestError
 from headpool.families import Family
 from headpool.geometry import Layer
 from headpool.headers import FLOATS, TensorRecord
+
+if TYPE_CHECKING:  # planning needs no torch, and answers at once without it
+    from torch import Tensor
 
 Part = Literal["q", "k", "v", "o"]
 PARTS: tuple[Part, ...] = ("q", "k", "v", "o")
@@ -37,17 +37,17 @@ class AttentionWeights:
     key_norm [d]; per_query_head: whatever else belongs to a query head, its first dimension h (sinks, gates).
     """
 
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
-    o: Tensor | None = None
-    bias_q: Tensor | None = None
-    bias_k: Tensor | None = None
-    bias_v: Tensor | None = None
-    bias_o: Tensor | None = None
+    q: "Tensor | None" = None
+    k: "Tensor | None" = None
+    v: "Tensor | None" = None
+    o: "Tensor | None" = None
+    bias_q: "Tensor | None" = None
+    bias_k: "Tensor | None" = None
+    bias_v: "Tensor | None" = None
+    bias_o: "Tensor | None" = None
     rotary: Rotary | None = None
-    key_norm: Tensor | None = None
-    per_query_head: Mapping[str, Tensor] = field(default_factory=dict)
+    key_norm: "Tensor | None" = None
+    per_query_head: "Mapping[str, Tensor]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,22 +73,23 @@ class Separate:
         projection = self.projections[part]
         return self.tensor(layer, f"{projection}.weight"), self.tensor(layer, f"{projection}.bias")
 
-    def read(self, tensors: Mapping[str, Tensor], layer: int, parts: Collection[Part] = PARTS) -> AttentionWeights:
+    def read(self, tensors: "Mapping[str, Tensor]", layer: int, parts: Collection[Part] = PARTS) -> AttentionWeights:
         """The asked-for parts of one layer, split by head, as views; `tensors` is asked for nothing else."""
         d = self.layers[layer].head_dim
         values: dict[str, Tensor] = {}
         for part in parts:
             weight, bias = self.names(layer, part)
             w = tensors[weight]
-            values[part] = w.unflatten(1, (-1, d)).transpose(0, 1) if part == "o" else w.unflatten(0, (-1, d))
+            values[part] = w.view(len(w), -1, d).transpose(0, 1) if part == "o" else w.view(-1, d, w.shape[1])
             if bias in tensors:
-                values[f"bias_{part}"] = tensors[bias] if part == "o" else tensors[bias].unflatten(0, (-1, d))
-        if "q" in parts:
-            values |= {"key_norm": tensors[norm] for norm in [self.tensor(layer, self.key_norm)] if norm in tensors}
+                values[f"bias_{part}"] = tensors[bias] if part == "o" else tensors[bias].view(-1, d)
+        norm = self.tensor(layer, self.key_norm)
+        if "q" in parts and norm in tensors:
+            values["key_norm"] = tensors[norm]
         heads = {s: tensors[self.tensor(layer, s)] for s in self.per_query_head if self.tensor(layer, s) in tensors}
         return AttentionWeights(rotary=self.rotary, per_query_head=heads if "q" in parts else {}, **values)
 
-    def write(self, weights: AttentionWeights, layer: int) -> dict[str, Tensor]:
+    def write(self, weights: AttentionWeights, layer: int) -> "dict[str, Tensor]":
         """The tensors of the parts that `weights` holds, in the shapes that they have on disk: read's inverse."""
         tensors: dict[str, Tensor] = {}
         for part in PARTS:
@@ -102,7 +103,9 @@ class Separate:
         return tensors
 
 
-def find_layout(tensors: Mapping[str, TensorRecord], family: Family, layers: tuple[Layer, ...], hidden: int) -> Separate:
+def find_layout(
+    tensors: Mapping[str, TensorRecord], family: Family, layers: tuple[Layer, ...], hidden: int
+) -> Separate:
     """The layout of a checkpoint, once its headers agree with its config.
 
     Raises RequestError naming the tensor, the shape found and the shape expected where they contradict each other: a
@@ -110,7 +113,9 @@ def find_layout(tensors: Mapping[str, TensorRecord], family: Family, layers: tup
     a projection that is no floating-point tensor.
     """
     before, after = family.attention.split("{}")
-    pattern = re.compile(rf"(?P<stem>(?:.*\.)?{re.escape(before.split('.')[-2])}\.)(?P<layer>\d+){re.escape(after)}\.(?P<suffix>.+)")
+    pattern = re.compile(
+        rf"(?P<stem>(?:.*\.)?{re.escape(before.split('.')[-2])}\.)(?P<layer>\d+){re.escape(after)}\.(?P<suffix>.+)"
+    )
     found = [match for name in tensors if (match := pattern.fullmatch(name))]
     stems = {match["stem"] for match in found}
     if len(stems) != 1:
@@ -151,9 +156,7 @@ def _check_known(match: re.Match[str], family: Family, layers: int) -> None:
         raise RequestError(f"tensor {match[0]!r} spans all key/value heads, which headpool cannot pool yet")
 
 
-def _check_shapes(
-    tensors: Mapping[str, TensorRecord], layout: Separate, index: int, layer: Layer, hidden: int
-) -> None:
+def _check_shapes(tensors: Mapping[str, TensorRecord], layout: Separate, index: int, layer: Layer, hidden: int) -> None:
     q_rows, kv_rows = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
     rows: dict[Part, int] = {"q": q_rows, "k": kv_rows, "v": kv_rows, "o": hidden}
     for part in PARTS:

@@ -8,8 +8,8 @@ from typing import Any
 
 from headpool import families, geometry
 from headpool.checkpoint import Source
-from headpool.convert.layouts import PARTS, Part, Separate, find_layout
-from headpool.convert.pool import METHODS, Method
+from headpool.convert.layouts import Part, Separate, find_layout
+from headpool.convert.methods import METHODS, Method
 from headpool.convert.transfer import BLOCK
 from headpool.errors import RequestError
 from headpool.geometry import Layer
@@ -31,8 +31,10 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor of the result; `offset` counts from the start of its file. `computed` ones come from a Unit, the others
-    from the bytes of `source`, cast where the dtypes differ."""
+    """One tensor of the result; `offset` counts from the start of its file.
+
+    A `computed` one comes from a Unit, another from the bytes of `source`, cast where the dtypes differ.
+    """
 
     name: str
     dtype: str
@@ -222,17 +224,16 @@ def _shard(file: str, records: list[TensorRecord], changed: Mapping[str, tuple[i
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * _padding(8 + len(text), outputs, entries)
     header = len(text).to_bytes(8, "little") + text
-    placed = [
-        replace(output, offset=len(header) + entries[output.name]["data_offsets"][0]) for output in outputs
-    ]
+    placed = [replace(output, offset=len(header) + entries[output.name]["data_offsets"][0]) for output in outputs]
     return Shard(file, header, tuple(placed))
 
 
 def _padding(length: int, outputs: list[OutputTensor], entries: Mapping[str, Any]) -> int:
     """Spaces to add to a header of `length` bytes.
 
-    Tensors must begin at multiples of 8. Beyond that, the largest tensor to be copied is brought to the same distance from a
-    block's start as it has in its source: whole blocks can then go from disk to disk as they are (see transfer).
+    Tensors must begin at multiples of 8. Beyond that, the largest tensor to be copied is brought to the same distance
+    from a block's start as it has in its source: whole blocks can then go from disk to disk as they are (see
+    transfer).
     """
     copied = [output for output in outputs if not output.computed and output.dtype == output.source.dtype]
     largest = max(copied, key=lambda output: output.nbytes, default=None)

@@ -4,7 +4,7 @@ Pure functions over `AttentionWeights`. Group j is made of the contiguous source
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,47 +15,41 @@ from headpool.convert.layouts import AttentionWeights, Part
 
 @dataclass(frozen=True)
 class Setting:
-    """What a method may know beyond the weights: the layer's number, the run's seed, the model's initializer_range."""
+    """What a method may know beyond the weights: the layer's number, the run's seed, the model's initializer_range,
+    and the
+    dtype in which the result is stored."""
 
     layer: int
     seed: int
     initializer_range: float
+    dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class Method:
-    """How to reach fewer K/V heads.
-
-    `units` are the parts of a layer that must be in memory together; a method is called once for each, with the other
-    parts None. The parts named here are also all that it changes: every other tensor is copied. `apply` returns the
-    weights with `kv_heads` K/V heads, in any floating dtype: whoever writes them rounds once.
-    """
-
-    name: str
-    units: tuple[tuple[Part, ...], ...]
-    apply: Callable[[AttentionWeights, int, Setting], AttentionWeights]
-
-
-def mean_heads(heads: Tensor, kv_heads: int) -> Tensor:
-    """[k, ...] → [kv_heads, ...] in float64: the mean of each group, summed in float64 and divided once."""
-    groups = heads.unflatten(0, (kv_heads, -1))
-    result = torch.empty(groups.shape[:1] + groups.shape[2:], dtype=torch.float64)
-    member = torch.empty(groups.shape[2:], dtype=torch.float64)
-    for total, group in zip(result, groups, strict=True):
+def mean_heads(heads: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """[k, ...] → [kv_heads, ...]: each group's mean, summed in float64, divided once, rounded once to `dtype`."""
+    groups = _groups(heads, kv_heads)
+    result = torch.empty(groups.shape[:1] + groups.shape[2:], dtype=dtype)
+    total, member = (torch.empty(groups.shape[2:], dtype=torch.float64) for _ in range(2))
+    for pooled, group in zip(result, groups, strict=True):
         total.copy_(group[0])
         for head in group[1:]:
             total.add_(member.copy_(head))
-        total.div_(len(group))
+        pooled.copy_(round_once(total.div_(len(group)), dtype))
     return result
+
+
+def _groups(heads: Tensor, kv_heads: int) -> Tensor:
+    """[k, ...] → [kv_heads, k / kv_heads, ...]"""
+    return heads.view(kv_heads, -1, *heads.shape[1:])
 
 
 def first_heads(heads: Tensor, kv_heads: int) -> Tensor:
     """[k, ...] → [kv_heads, ...]: the first head of each group."""
-    return heads.unflatten(0, (kv_heads, -1))[:, 0]
+    return _groups(heads, kv_heads)[:, 0]
 
 
 def _mean(weights: AttentionWeights, kv_heads: int, setting: Setting) -> AttentionWeights:
-    return _map_heads(weights, lambda heads: mean_heads(heads, kv_heads))
+    return _map_heads(weights, lambda heads: mean_heads(heads, kv_heads, setting.dtype))
 
 
 def _first(weights: AttentionWeights, kv_heads: int, setting: Setting) -> AttentionWeights:
@@ -93,31 +87,33 @@ def _map_heads(weights: AttentionWeights, pool: Callable[[Tensor], Tensor]) -> A
         return None if heads is None else pool(heads)
 
     return replace(
-        weights, k=each(weights.k), v=each(weights.v), bias_k=each(weights.bias_k), bias_v=each(weights.bias_v)
+        weights,
+        k=each(weights.k),
+        v=each(weights.v),
+        bias_k=each(weights.bias_k),
+        bias_v=each(weights.bias_v),
     )
 
 
-METHODS = {
-    method.name: method
-    for method in (
-        Method("mean", units=(("k",), ("v",)), apply=_mean),
-        Method("first", units=(("k",), ("v",)), apply=_first),
-        Method("random", units=(("k",), ("v",)), apply=_random),
-    )
-}
+Apply = Callable[[AttentionWeights, int, Setting], AttentionWeights]
+
+APPLY: Mapping[str, Apply] = {"mean": _mean, "first": _first, "random": _random}
+"""The function of each method: from the weights of one unit to the same with fewer K/V heads, rounded once to
+`Setting.dtype` or not at all (whoever writes them rounds what is not)."""
 
 
 def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     """`values` in `dtype`, each rounded to nearest even exactly once.
 
-    PyTorch takes float64 to bfloat16 and float16 by way of float32, and two roundings can miss the nearest value. Here the
-    step in between rounds to odd (Boldo and Melquiond 2008): inexact values get an odd last bit, so that the second
-    rounding still sees on which side of a tie they lay.
+    PyTorch takes float64 to bfloat16 and float16 by way of float32, and two roundings can miss the nearest value. Here
+    the step in between rounds to odd (Boldo and Melquiond 2008): inexact values get an odd last bit, so that the
+    second rounding still sees on which side of a tie they lay.
     """
     if values.dtype != torch.float64 or dtype not in (torch.bfloat16, torch.float16):
         return values.to(dtype)
     nearest = values.float()
-    back = nearest.double()
-    away = back.abs() > values.abs()
-    bits = nearest.view(torch.int32) - away.int()
-    return (bits | (back != values).int()).view(torch.float32).to(dtype)
+    missed = values - nearest
+    bits = nearest.view(torch.int32)
+    bits -= (missed * values < 0).int()
+    bits |= (missed != 0).int()
+    return nearest.to(dtype)

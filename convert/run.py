@@ -6,10 +6,9 @@ import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from headpool import __version__
 from headpool.checkpoint import PROVENANCE, Source, open_source
@@ -25,8 +24,11 @@ _CONFIG = ".config"
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did. Sizes in bytes, times in seconds; `peak_rss_bytes` is the operating system's figure for the
-    larger of this process and its check. `copied` says that the source had `kv_heads` K/V heads already."""
+    """What a conversion did: sizes in bytes, times in seconds.
+
+    `peak_rss_bytes` is the operating system's figure for the larger of this process and its check. `copied` says that
+    the source had `kv_heads` K/V heads already.
+    """
 
     output: str
     method: str
@@ -47,14 +49,14 @@ class Conversion:
         """In words, for a person."""
         verb = "would write" if self.dry_run else "wrote"
         what = "nothing to pool: a copy" if self.copied else f"method {self.method}"
-        return "\n".join(
-            [
-                f"{verb} {self.output}: {self.source_kv_heads} -> {self.kv_heads} K/V heads ({what}), "
-                f"{self.pooled_tensors} tensors pooled, {self.output_bytes / 1e9:,.3f} GB in {self.seconds:.1f} s",
-                *(f"warning: {warning}" for warning in self.warnings),
-                *([] if self.copied else ["It is not uptrained yet: expect it to be worse than its source until it is."]),
-            ]
+        result = (
+            f"{verb} {self.output}: {self.source_kv_heads} -> {self.kv_heads} K/V heads ({what}), "
+            f"{self.pooled_tensors} tensors pooled, {self.output_bytes / 1e9:,.3f} GB in {self.seconds:.1f} s"
         )
+        lines = [result, *(f"warning: {warning}" for warning in self.warnings)]
+        if not self.copied:
+            lines.append("It is not uptrained yet: expect it to be worse than its source until it is.")
+        return "\n".join(lines)
 
 
 def convert_checkpoint(
@@ -160,7 +162,7 @@ def provenance(plan: Plan, seed: int) -> dict[str, Any]:
             "headers_sha256": plan.source.headers_sha256(),
         },
         "options": {"seed": seed, "dtype": plan.output_dtype, "shards": len(plan.shards)},
-        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+        "versions": {"torch": metadata.version("torch"), "python": sys.version.split()[0]},
         "layers": [
             {"layer": index, "source_kv_heads": old.kv_heads, "kv_heads": new.kv_heads}
             for index, (old, new) in enumerate(zip(plan.before, plan.after, strict=True))

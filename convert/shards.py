@@ -1,40 +1,36 @@
-"""Write the planned files: threads copy raw bytes while this one pools projections."""
+"""Write the planned files: a few threads copy raw bytes and compute projections, in the order of the source's bytes."""
 
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import torch
-from torch import Tensor
-
 from headpool.convert.plan import OutputTensor, Plan, Shard, Unit
-from headpool.convert.pool import Setting, round_once
-from headpool.convert.transfer import BLOCK, PIECE, Reader, Writer, allocate, piece_of
-from headpool.errors import RequestError
-from headpool.headers import BITS, TensorRecord
+from headpool.convert.transfer import PIECE, Buffers, Reader, Writer
+from headpool.headers import BITS
 
-TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-COPIERS = 2
-"""Threads that copy: while one waits for a read, the other's write keeps the disk busy."""
+WORKERS = 2
+"""While one waits for a read or pools, the other's write keeps the disk busy; each holds one unit's weights at most."""
 
 Progress = Callable[[int, int], None]
 """Called with the source bytes dealt with so far and in all, from any thread, one call at a time."""
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818 - nothing is wrong with the thread that raises it
     """Another thread failed or was interrupted; there is no use in going on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes of a source file to put into a file of the result; `cast` names the tensor whose values change their dtype on the way."""
+    """Bytes of a source file to put into a file of the result.
+
+    `cast` is the tensor that they belong to where its values change their dtype on the way.
+    """
 
     path: Path
     begin: int
@@ -45,9 +41,11 @@ class Move:
 
 
 class Job:
-    """A conversion under way: its open files, how far it is, and whether to stop. Leaving the `with` block closes the files."""
+    """A conversion under way: its open files, how far it is, and whether to stop. A `with` block closes the files."""
 
-    def __init__(self, plan: Plan, staging: Path, progress: Progress) -> None:
+    def __init__(self, plan: Plan, staging: Path, seed: int, progress: Progress) -> None:
+        self.plan = plan
+        self.seed = seed
         self._stack = ExitStack()
         self._readers: dict[Path, Reader] = {}
         self._lock = threading.Lock()
@@ -55,6 +53,9 @@ class Job:
         self._done, self._total = 0, sum(record.nbytes for record in plan.source.tensors.values())
         self._stop = threading.Event()
         self.writers = {shard.file: self._stack.enter_context(Writer(staging / shard.file)) for shard in plan.shards}
+        self.outputs = {
+            t.name: (self.writers[shard.file], t) for shard in plan.shards for t in shard.tensors if t.computed
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -95,84 +96,57 @@ def write_tensors(plan: Plan, staging: Path, *, seed: int, progress: Progress) -
 
     Raises RequestError naming a tensor that holds NaN or infinity, or that does not fit the output dtype.
     """
-    moves: queue.SimpleQueue[Move] = queue.SimpleQueue()
-    for move in _moves(plan.shards):
-        moves.put(move)
-    with Job(plan, staging, progress) as job, ThreadPoolExecutor(COPIERS) as pool:
-        copying = [pool.submit(_copy, moves, job) for _ in range(COPIERS)]
+    tasks: queue.SimpleQueue[Move | Unit] = queue.SimpleQueue()
+    for task in _tasks(plan):
+        tasks.put(task)
+    with Job(plan, staging, seed, progress) as job, ThreadPoolExecutor(WORKERS) as pool:
+        workers = [pool.submit(_work, tasks, job) for _ in range(WORKERS)]
         try:
-            _convert(plan, seed, job)
-            for copier in copying:
-                copier.result()
-        except Stopped:
-            for copier in copying:
-                copier.result()
+            wait(workers)
         except BaseException:
             job.stop()
             raise
+        for failure in sorted(filter(None, (worker.exception() for worker in workers)), key=_is_stopped):
+            raise failure
         for writer in job.writers.values():
             writer.flush()
 
 
-def _convert(plan: Plan, seed: int, job: Job) -> None:
-    outputs = {t.name: (job.writers[shard.file], t) for shard in plan.shards for t in shard.tensors if t.computed}
-    tensors = _Tensors(plan.source.tensors, job)
+def _is_stopped(error: BaseException) -> bool:
+    return isinstance(error, Stopped)
+
+
+def _tasks(plan: Plan) -> list[Move | Unit]:
+    """All that is to be done, in the order of the source's bytes: computing and copying take turns at the disk."""
+    places: list[tuple[Path, int, Move | Unit]] = [(move.path, move.begin, move) for move in _moves(plan.shards)]
     for unit in plan.units:
-        weights = plan.layout.read(tensors, unit.layer, unit.parts)
-        converted = plan.method.apply(weights, unit.kv_heads, Setting(unit.layer, seed, plan.initializer_range))
-        for name, tensor in plan.layout.write(converted, unit.layer).items():
-            writer, output = outputs[name]
-            if tuple(tensor.shape) != output.shape:
-                raise AssertionError(f"{name}: planned {output.shape}, computed {tuple(tensor.shape)}")
-            _write(tensor, writer, output)
-            job.advance(output.source.nbytes)
+        first = plan.source.tensors[plan.layout.names(unit.layer, unit.parts[0])[0]]
+        places.append((first.path, first.offset, unit))
+    return [task for *_, task in sorted(places, key=lambda place: place[:2])]
 
 
-class _Tensors(Mapping[str, Tensor]):
-    """The source's tensors by name, each read when it is asked for; a non-finite one is refused."""
-
-    def __init__(self, records: Mapping[str, TensorRecord], job: Job) -> None:
-        self._records = records
-        self._job = job
-
-    def __getitem__(self, name: str) -> Tensor:
-        record = self._records[name]
-        piece = self._job.reader(record.path).read(record.offset, record.nbytes)
-        tensor = _tensor(piece.view, record.dtype).view(record.shape)
-        if tensor.numel() and not all(bound.isfinite() for bound in torch.aminmax(tensor)):
-            raise RequestError(f"tensor {name!r} holds NaN or infinity")
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._records)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._records
-
-
-def _copy(moves: "queue.SimpleQueue[Move]", job: Job) -> None:
-    buffer = allocate(PIECE)
+def _work(tasks: "queue.SimpleQueue[Move | Unit]", job: Job) -> None:
+    buffers = Buffers()
     try:
-        for move in _taken(moves):
-            piece = job.reader(move.path).read(move.begin, move.count, buffer)
-            if move.cast is not None:
-                values = _rounded(_tensor(piece.view, move.cast.source.dtype), move.cast)
-                piece = piece_of(_bytes(values), move.to % BLOCK)
-            job.writers[move.file].write(move.to, piece)
-            job.advance(move.count)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                task = tasks.get_nowait()
+                if isinstance(task, Move) and task.cast is None:
+                    _copy(task, job, buffers)
+                else:
+                    from headpool.convert import compute  # torch loads while the other threads copy
+
+                    compute.run(task, job, buffers)
+                buffers.recycle()
     except BaseException:
         job.stop()
         raise
 
 
-def _taken(moves: "queue.SimpleQueue[Move]") -> Iterator[Move]:
-    """Moves off the shared queue until it is empty."""
-    with contextlib.suppress(queue.Empty):
-        while True:
-            yield moves.get_nowait()
+def _copy(move: Move, job: Job, buffers: Buffers) -> None:
+    piece = job.reader(move.path).read(move.begin, move.count, buffers)
+    job.writers[move.file].write(move.to, piece)
+    job.advance(move.count)
 
 
 def _moves(shards: tuple[Shard, ...]) -> Iterator[Move]:
@@ -184,7 +158,12 @@ def _moves(shards: tuple[Shard, ...]) -> Iterator[Move]:
             for begin in range(0, count, PIECE):
                 to = first.offset + begin * BITS[first.dtype] // BITS[first.source.dtype]
                 yield Move(
-                    first.source.path, first.source.offset + begin, min(PIECE, count - begin), shard.file, to, cast
+                    first.source.path,
+                    first.source.offset + begin,
+                    min(PIECE, count - begin),
+                    shard.file,
+                    to,
+                    cast,
                 )
 
 
@@ -210,30 +189,3 @@ def _continues(last: OutputTensor, tensor: OutputTensor) -> bool:
         and last.dtype == last.source.dtype
         and tensor.dtype == tensor.source.dtype
     )
-
-
-def _write(tensor: Tensor, writer: Writer, output: OutputTensor) -> None:
-    """Round and write in pieces, so that what rounding needs on the way stays small."""
-    to = output.offset
-    for values in tensor.contiguous().flatten().split(PIECE // tensor.element_size()):
-        view = _bytes(_rounded(values, output))
-        writer.write(to, piece_of(view, to % BLOCK))
-        to += len(view)
-
-
-def _rounded(values: Tensor, output: OutputTensor) -> Tensor:
-    """In the output dtype. RequestError when a finite value does not fit it."""
-    result = round_once(values, TORCH[output.dtype])
-    if output.dtype != output.source.dtype and bool((result.isinf() & values.isfinite()).any()):
-        raise RequestError(
-            f"tensor {output.name!r} has values up to {values.abs().max().item():g}, which {result.dtype} cannot hold"
-        )
-    return result
-
-
-def _tensor(view: memoryview, dtype: str) -> Tensor:
-    return torch.frombuffer(view, dtype=TORCH[dtype]) if view else torch.empty(0, dtype=TORCH[dtype])
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.flatten().view(torch.uint8).numpy())

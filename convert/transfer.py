@@ -1,10 +1,11 @@
 """Move bytes between files past the page cache, where the system allows it.
 
-A checkpoint is read once and written once, so caching it buys nothing, and filling the cache can cost more than the disk does: on a
-virtual machine whose memory is handed out on first touch `cp` spends its time there, at a third of the disk's speed.
-Direct I/O wants blocks: offsets, lengths and addresses in multiples of BLOCK. `Writer` therefore keeps the odd bytes at the ends of what it is
-given until it is closed, and `Piece` carries bytes at the same distance from a block's start in memory as in their file.
-Where a file system refuses direct I/O, plain reads and writes are used.
+A checkpoint is read once and written once, so caching it buys nothing, and filling the cache can cost more than the
+disk does: on a virtual machine whose memory is handed out on first touch, `cp` spends its time there.
+
+Direct I/O wants whole blocks: offsets, lengths and addresses in multiples of BLOCK. `Writer` therefore keeps the odd
+bytes at the ends of what it is given until it is flushed, and `Piece` holds bytes at the same distance from a block's
+start in memory as in their file. Where a file system refuses direct I/O, plain reads and writes are used.
 """
 
 import contextlib
@@ -40,21 +41,39 @@ class Piece:
 
     def shifted(self, phase: int) -> "Piece":
         """The same bytes at another distance from a block's start."""
-        if phase == self.phase:
-            return self
-        return piece_of(self.view, phase)
+        return self if phase == self.phase else piece_of(self.view, phase, Buffers())
 
 
-def piece_of(view: memoryview, phase: int) -> Piece:
+class Buffers:
+    """Block-aligned memory that one thread uses again and again: memory that is new to the process is slow on its
+    first touch.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+        self._used: list[mmap.mmap] = []
+
+    def take(self, count: int) -> mmap.mmap:
+        """A buffer that holds `count` bytes at any phase, the caller's until `recycle`."""
+        fitting = next((one for one in self._free if len(one) >= count + 2 * BLOCK), None)
+        if fitting is None:
+            fitting = mmap.mmap(-1, count + 2 * BLOCK)
+        else:
+            self._free.remove(fitting)
+        self._used.append(fitting)
+        return fitting
+
+    def recycle(self) -> None:
+        """Everything taken so far is free again."""
+        self._free = sorted(self._free + self._used, key=len)
+        self._used = []
+
+
+def piece_of(view: memoryview, phase: int, buffers: Buffers) -> Piece:
     """A copy of any bytes as a piece."""
-    piece = Piece(allocate(len(view)), phase, len(view))
+    piece = Piece(buffers.take(len(view)), phase, len(view))
     piece.view[:] = view
     return piece
-
-
-def allocate(count: int) -> mmap.mmap:
-    """A block-aligned buffer that holds `count` bytes at any phase."""
-    return mmap.mmap(-1, count + 2 * BLOCK)
 
 
 class _File:
@@ -88,9 +107,12 @@ class Reader(_File):
         if _PROBE:
             os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)  # a probe must not start reading ahead
 
-    def read(self, begin: int, count: int, buffer: mmap.mmap | None = None) -> Piece:
-        """The bytes [begin, begin + count), in `buffer` if given. RequestError when the file has become too short."""
-        piece = Piece(buffer if buffer is not None else allocate(count), begin % BLOCK, count)
+    def read(self, begin: int, count: int, buffers: Buffers) -> Piece:
+        """The bytes [begin, begin + count), in memory from `buffers`.
+
+        Raises RequestError when the file has become too short for that.
+        """
+        piece = Piece(buffers.take(count), begin % BLOCK, count)
         if not self._read_direct(begin, piece) and not _fill(self._plain, piece.view, begin):
             raise RequestError(f"{self.path.name} became shorter while it was read")
         return piece
@@ -108,9 +130,10 @@ class Reader(_File):
                 raise
             return False
 
-
     def _is_cached(self, begin: int, count: int) -> bool:
-        """Whether the page cache seems to hold a range, told by its first and last byte: then the disk need not be asked."""
+        """Whether the page cache seems to hold a range, told by its first and last byte: then the disk need not be
+        asked.
+        """
         byte = bytearray(1)
         try:
             return all(os.preadv(self._plain, [byte], at, _PROBE) for at in (begin, begin + count - 1) if _PROBE)
@@ -129,8 +152,8 @@ class Writer(_File):
     def write(self, to: int, piece: Piece) -> None:
         """Put a piece's bytes at offset `to`.
 
-        Direct and cached writes to neighbouring blocks at one time are not safe on every file system: what does not fill a
-        block is kept for `flush`.
+        Direct and cached writes to neighbouring blocks at one time are not safe on every file system: what does not
+        fill a block is kept for `flush`.
         """
         if self._direct is None:
             _write_all(self._plain, to, piece.view)

@@ -83,9 +83,7 @@ def allocated_cache_bytes(model: Any, input_ids_BT: torch.Tensor) -> Allocation:
     options = {"use_cache": True} | ({"logits_to_keep": 1} if keeps_logits(model) else {})
     cache = getattr(model(input_ids=input_ids_BT[:, :-1], **options), name)
     if not hasattr(cache, "layers"):
-        raise HeadpoolError(
-            f"{type(model).__name__} gives no key/value cache with layers, but {type(cache).__name__}"
-        )
+        raise HeadpoolError(f"{type(model).__name__} gives no key/value cache with layers, but {type(cache).__name__}")
     prefill = _stored_bytes(cache)
     model(input_ids=input_ids_BT[:, -1:], **{name: cache}, **options)
     return Allocation(prefill, _stored_bytes(cache))
@@ -101,9 +99,7 @@ def _stored_bytes(cache: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _explain(
-    layers: Sequence[Layer], tokens: int, itemsize: int, measured: Allocation
-) -> tuple[str | None, bool]:
+def _explain(layers: Sequence[Layer], tokens: int, itemsize: int, measured: Allocation) -> tuple[str | None, bool]:
     full = geometry.cache_bytes_per_token(layers, itemsize) * tokens
     if measured.decoding == full:
         return None, False

@@ -121,15 +121,11 @@ def evaluate(
     candidates = [_open(spec) for spec in models]
     window = _window(candidates, window)
     settings = Settings(window, window if stride is None else stride, batch_size, dtype, device)
-    sliding_windows(
-        0, settings.window, settings.stride
-    )  # refuses a wrong stride before anything is tokenized
+    sliding_windows(0, settings.window, settings.stride)  # refuses a wrong stride before anything is tokenized
     readings = [_tokenize(candidate, data.texts) for candidate in candidates]
     for sequences in readings:
         if max(map(len, sequences)) < 2:
-            raise RequestError(
-                f"{data.name}: nothing to score: no text is longer than one token, BOS included"
-            )
+            raise RequestError(f"{data.name}: nothing to score: no text is longer than one token, BOS included")
     results = [
         _measure(candidate, sequences, data, settings, progress)
         for candidate, sequences in zip(candidates, readings, strict=True)
@@ -191,9 +187,7 @@ def _tokenize(candidate: _Candidate, texts: Sequence[str]) -> list[list[int]]:
     """
     tokenizer = candidate.tokenizer
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    sequences = [
-        bos + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts
-    ]
+    sequences = [bos + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     largest = max((max(tokens) for tokens in sequences if tokens), default=0)
     if largest >= candidate.vocabulary:
         raise RequestError(

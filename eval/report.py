@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ def check_out(out_dir: Path) -> None:
         raise RequestError(f"{out_dir}: {nearest} is not writable")
 
 
-def write_report(report: Report, out_dir: Path, fingerprint: str | None = None) -> Path:
+def write_report(report: Report, out_dir: Path) -> Path:
     """Write report.json into a directory, made where it is not there, at one stroke; returns its path.
 
     Raises HeadpoolError when it cannot be written; an earlier report is then still whole.
     """
     out_dir = Path(out_dir)
     path, partial = out_dir / FILE, out_dir / f".{FILE}.partial"
-    text = json.dumps(as_json(report, fingerprint), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(as_json(report), indent=2, allow_nan=False) + "\n"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         with partial.open("w", encoding="utf-8") as file:
@@ -46,12 +47,10 @@ def write_report(report: Report, out_dir: Path, fingerprint: str | None = None) 
     return path
 
 
-def as_json(report: Report, fingerprint: str | None = None) -> dict[str, Any]:
-    """The report in JSON's types. `comparison` is None without a baseline; `fingerprint` stands there if
-    given.
-    """
+def as_json(report: Report) -> dict[str, Any]:
+    """The report in JSON's types. `comparison` is None without a baseline."""
     settings = report.settings
-    result: dict[str, Any] = {
+    return {
         "models": [_model(result) for result in report.models],
         "comparison": comparison(report),
         "data": {
@@ -74,7 +73,6 @@ def as_json(report: Report, fingerprint: str | None = None) -> dict[str, Any]:
             "transformers": transformers.__version__,
         },
     }
-    return result if fingerprint is None else {**result, "fingerprint": fingerprint}
 
 
 def _model(result: ModelResult) -> dict[str, Any]:
@@ -110,9 +108,7 @@ def comparison(report: Report) -> dict[str, float | None] | None:
         return None
     baseline, model = by_role["baseline"], by_role["model"]
     return {
-        "perplexity_ratio": model.score.perplexity / baseline.score.perplexity
-        if report.same_tokens
-        else None,
+        "perplexity_ratio": model.score.perplexity / baseline.score.perplexity if report.same_tokens else None,
         "bits_per_byte_ratio": model.bits_per_byte / baseline.bits_per_byte,
         "cache_ratio": model.cache.allocated / baseline.cache.allocated,
     }
@@ -133,20 +129,20 @@ def notes(report: Report) -> list[str]:
     return found
 
 
-def table(report: Report) -> Table:
-    """One row a model, one for the comparison, and the conditions beneath."""
-    settings = report.settings
+def table(report: Mapping[str, Any]) -> Table:
+    """A report, in JSON's types: one row a model, one for the comparison, and the conditions beneath."""
+    data, settings = report["data"], report["settings"]
     conditions = (
-        f"{report.data.name}: texts {len(report.data.texts)}, bytes {report.data.bytes}, SHA-256 "
-        f"{report.data.sha256[:12]}; window {settings.window}, stride {settings.stride}, {settings.device}"
+        f"{data['name']}: texts {data['texts']}, bytes {data['bytes']}, SHA-256 {data['sha256'][:12]}; "
+        f"window {settings['window']}, stride {settings['stride']}, {settings['device']}"
     )
-    result = Table(caption=Text("\n".join([conditions, *notes(report)])), caption_justify="left")
-    result.add_column("model")
+    result = Table(caption=Text("\n".join([conditions, *report["notes"]])), caption_justify="left")
+    result.add_column("model", overflow="fold")
     for name in ("K/V heads", "perplexity", "bits/byte", "tokens", "cache bytes/token", "allocated", "dtype"):
         result.add_column(name, justify="right")
-    for one in report.models:
-        result.add_row(*_row(one))
-    ratios = comparison(report)
+    for model in report["models"]:
+        result.add_row(*map(Text, _row(model)))
+    ratios = report["comparison"]
     if ratios is not None:
         result.add_section()
         perplexity, bits, cache = (_ratio(value) for value in ratios.values())
@@ -154,24 +150,28 @@ def table(report: Report) -> Table:
     return result
 
 
-def _row(result: ModelResult) -> tuple[Text, ...]:
-    name = f"{result.spec.path} ({result.label or result.spec.role})"
-    cache = result.cache
-    formula = f"{cache.formula}"
-    if cache.checkpoint_dtype != cache.dtype:
-        formula += f" ({cache.formula_checkpoint} in {cache.checkpoint_dtype})"
-    heads = {result.kv_heads} if isinstance(result.kv_heads, int) else set(result.kv_heads)
+def _row(model: Mapping[str, Any]) -> tuple[str, ...]:
+    cache, heads = model["cache_bytes_per_token"], model["kv_heads"]
+    formula = str(cache["formula"])
+    if cache["checkpoint_dtype"] != model["dtype"]:
+        formula += f" ({cache['formula_in_checkpoint_dtype']} in {cache['checkpoint_dtype']})"
     return (
-        Text(name),
-        Text(", ".join(map(str, sorted(heads)))),
-        Text(f"{result.score.perplexity:.3f}"),
-        Text(f"{result.bits_per_byte:.4f}"),
-        Text(str(result.score.tokens)),
-        Text(formula),
-        Text(f"{cache.allocated:.0f}"),
-        Text(cache.dtype),
+        f"{model['path']} ({model['label'] or model['role']})",
+        ", ".join(map(str, sorted({heads} if isinstance(heads, int) else set(heads)))),
+        f"{model['perplexity']:.3f}",
+        f"{model['bits_per_byte']:.4f}",
+        str(model["tokens"]),
+        formula,
+        f"{cache['allocated']:.0f}",
+        model["dtype"],
     )
 
 
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}x"
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report.json that `write_report` wrote."""
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report

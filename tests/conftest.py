@@ -29,7 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class CheckHere:
-    """convert's check in this process, where transformers is loaded already: the same code without seconds of start-up."""
+    """convert's check in this process, where transformers is loaded already: the same code without seconds of
+    start-up.
+    """
 
     def __init__(self, config: Path, weights: Path) -> None:
         self._directories = (str(config), str(weights))
@@ -48,7 +50,9 @@ def quick_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A float32 MHA checkpoint of 12 heads for each family, with a tokenizer, a card, a licence and things to leave behind."""
+    """A float32 MHA checkpoint of 12 heads for each family, with a tokenizer, a card, a licence and things to leave
+    behind.
+    """
     root = tmp_path_factory.mktemp("sources")
     made = {}
     for family in tiny.FAMILIES:
@@ -56,6 +60,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / "README.md").write_text("a card")
         (folder / "LICENSE").write_text("a licence")
         (folder / "chat_template.jinja").write_text("{{ messages }}")
-        for stray in ("optimizer.pt", "consolidated.safetensors", "modeling_x.py", "model.gguf", "training_args.bin"):
+        for stray in (
+            "optimizer.pt",
+            "consolidated.safetensors",
+            "modeling_x.py",
+            "model.gguf",
+            "training_args.bin",
+        ):
             (folder / stray).write_bytes(b"left behind")
     return made

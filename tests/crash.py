@@ -2,9 +2,10 @@
 
     python crash.py SOURCE OUT FIRST STEP
 
-Forks a converting child again and again. Child number n is killed at its n-th audited operation on files (open, mkdir, rename,
-remove, truncate, ...), counted from the moment when it begins to write, for n = FIRST, FIRST + STEP, … until one finishes. After each
-death a JSON line is printed: what stands in the destination's folder and whether the destination is there.
+Forks a converting child again and again. Child number n is killed at its n-th audited operation on files (open, mkdir,
+rename, remove, truncate, ...), counted from the moment when it begins to write, for n = FIRST, FIRST + STEP, … until
+one finishes. After each death a JSON line is printed: what stands in the destination's folder and whether the
+destination is there.
 """
 
 import json
@@ -13,7 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
-from headpool.convert import check, run
+from headpool.convert import check, compute, run  # noqa: F401 - loaded now: its import would be thousands of events
 
 FILE_EVENTS = ("open", "os.", "shutil.", "fcntl.")
 
@@ -59,7 +60,9 @@ def main(source: str, out: Path, first: int, step: int) -> None:
             convert(source, out, die_at)
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        finished = os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
+        finished = os.WIFEXITED(status)
+        if finished and os.WEXITSTATUS(status) != 0:
+            raise SystemExit(f"a conversion failed by itself at {die_at}")
         entries = sorted(str(path.relative_to(out.parent)) for path in out.parent.rglob("*"))
         print(json.dumps({"die_at": die_at, "finished": finished, "entries": entries}), flush=True)
         if out.exists() and not finished:

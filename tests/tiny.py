@@ -19,7 +19,7 @@ BASE = {
     "intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1,
     "pad_token_id": None,
 }  # fmt: skip
-"""12 heads by default, so that head count, group size and K/V count can all differ (12 heads, 4 K/V heads: 3 a group)."""
+"""12 heads, so that head count, group size and K/V count can all differ (4 K/V heads: 3 query heads each)."""
 
 OWN: dict[str, dict[str, Any]] = {
     "qwen2": {"max_window_layers": 1},
@@ -42,7 +42,12 @@ def model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **c
 
 
 def checkpoint(
-    directory: Path, family: str = "llama", *, max_shard_size: str = "5GB", tokenizer: bool = False, **changes: Any
+    directory: Path,
+    family: str = "llama",
+    *,
+    max_shard_size: str = "5GB",
+    tokenizer: bool = False,
+    **changes: Any,
 ) -> Path:
     """Save a random model of a family into `directory`, sharded by `max_shard_size`."""
     model(family, **changes).save_pretrained(directory, max_shard_size=max_shard_size)
@@ -54,7 +59,11 @@ def checkpoint(
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, read by the safetensors library."""
-    return {name: tensor for file in sorted(directory.glob("model*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(directory.glob("model*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def rewrite(directory: Path, changes: Mapping[str, torch.Tensor | None]) -> None:

@@ -168,9 +168,7 @@ def attention_module(probe: Probe) -> str:
     if len(modules) > 1:
         raise NotMeasuredError(f"its attention lies in several modules ({', '.join(sorted(modules))})")
     if fields := head_fields(probe):
-        raise NotMeasuredError(
-            f"its heads may follow from fields that are not supported yet ({', '.join(fields)})"
-        )
+        raise NotMeasuredError(f"its heads may follow from fields that are not supported yet ({', '.join(fields)})")
     return modules.pop()
 
 
@@ -205,8 +203,7 @@ def roles(probe: Probe, module: str) -> tuple[str, dict[str, str]]:
     for flags in ({}, *({flag: True} for flag in probe.flags()), dict.fromkeys(probe.flags(), True)):
         try:
             base, more_kv, fewer_heads = (
-                inside(probe.shapes(**flags, **changes), module)
-                for changes in ({}, {KV_HEADS: 2 * KV}, fewer)
+                inside(probe.shapes(**flags, **changes), module) for changes in ({}, {KV_HEADS: 2 * KV}, fewer)
             )
         except Exception:
             if not flags:
@@ -215,9 +212,7 @@ def roles(probe: Probe, module: str) -> tuple[str, dict[str, str]]:
         output = output or next((name for name in OUTPUTS if f"{name}.weight" in base), OUTPUTS[0])
         for name, shapes in base.items():
             follows_heads = shapes != fewer_heads.get(name) and name != f"{output}.bias"
-            found.setdefault(
-                name, "kv_heads" if shapes != more_kv.get(name) else "heads" if follows_heads else "fixed"
-            )
+            found.setdefault(name, "kv_heads" if shapes != more_kv.get(name) else "heads" if follows_heads else "fixed")
     return output, dict(sorted(found.items()))
 
 
@@ -297,9 +292,7 @@ def reads_head_dim(probe: Probe) -> bool:
     try:
         return bool(changed(probe.shapes(), probe.shapes(head_dim=2 * HEAD_DIM)))
     except Exception as error:
-        raise NotMeasuredError(
-            f"its class cannot be built with another head_dim ({type(error).__name__})"
-        ) from error
+        raise NotMeasuredError(f"its class cannot be built with another head_dim ({type(error).__name__})") from error
 
 
 def cache_agrees(probe: Probe, family: Family) -> bool:
@@ -327,9 +320,7 @@ def holds(layer: geometry.Layer, cached: Any) -> bool:
     if keys is None or values is None:
         return layer.kind == "none" or layer.shares is not None
     least = min(TOKENS, layer.window - 1) if layer.window else TOKENS
-    shapes = {
-        (1, layer.kv_heads, tokens, layer.head_dim) for tokens in (least, min(TOKENS, layer.window or TOKENS))
-    }
+    shapes = {(1, layer.kv_heads, tokens, layer.head_dim) for tokens in (least, min(TOKENS, layer.window or TOKENS))}
     return layer.kind != "none" and tuple(keys.shape) in shapes and tuple(values.shape) in shapes
 
 
@@ -365,15 +356,11 @@ def candidate_rules(probe: Probe) -> Iterator[dict[str, Any]]:
     yield {}
     periods: list[dict[str, Any]] = [{}, {"below": "max_window_layers"}]
     periods += [
-        {"every": every} | ({"at": at} if at != every - 1 else {})
-        for every in range(2, 8)
-        for at in range(every)
+        {"every": every} | ({"at": at} if at != every - 1 else {}) for every in range(2, 8) for at in range(every)
     ]
     field = {"every": "sliding_window_pattern"}
     periods += (
-        [field]
-        if "sliding_window_pattern" in probe.parameters
-        else [field | {"default": n} for n in range(2, 8)]
+        [field] if "sliding_window_pattern" in probe.parameters else [field | {"default": n} for n in range(2, 8)]
     )
     switches: list[dict[str, Any]] = [{}, {"enabled_by": "use_sliding_window"}]
     ends: list[dict[str, Any]] = [{}, {"last": True}, {"first": 1}, {"first": 2}, {"first": 2, "last": True}]
@@ -388,9 +375,7 @@ def render() -> str:
     lines = ",\n".join(
         f"    {json.dumps(name)}: {json.dumps(entry, sort_keys=True)}" for name, entry in measured.items()
     )
-    rest = ",\n".join(
-        f"    {json.dumps(reason)}: {json.dumps(names)}" for reason, names in sorted(others.items())
-    )
+    rest = ",\n".join(f"    {json.dumps(reason)}: {json.dumps(names)}" for reason, names in sorted(others.items()))
     parts = (
         f'  "transformers": {json.dumps(transformers.__version__)}',
         f'  "families": {{\n{lines}\n  }}',

@@ -33,8 +33,7 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"layer_types": ["full_attention"] * LAYERS},
     {
         "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4}
-            for kind in ("full_attention", "sliding_attention")
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
         }
     },
 )
@@ -43,9 +42,7 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
 CACHE_KINDS = {"DynamicLayer": "full", "DynamicSlidingWindowLayer": "sliding", "DummyLayer": "none"}
 """transformers' cache layers that hold keys and values alone (or nothing), in geometry's words."""
 
-LAYER_FIELDS = re.compile(
-    "layer|attn|attention|window|pattern|period|interval|idx|indices|global|chunk|share|block"
-)
+LAYER_FIELDS = re.compile("layer|attn|attention|window|pattern|period|interval|idx|indices|global|chunk|share|block")
 """Names of fields that may say which layers slide."""
 
 Shapes = dict[str, tuple[int, ...]]
@@ -65,9 +62,7 @@ class Probe:
         self.class_name = class_name
         signature = inspect.signature(self.config_class.__init__)
         self.parameters = {name: parameter.default for name, parameter in signature.parameters.items()}
-        self.aliases = {
-            field: name for field, name in self.config_class.attribute_map.items() if field in FIELDS
-        }
+        self.aliases = {field: name for field, name in self.config_class.attribute_map.items() if field in FIELDS}
         self.fields = BASE | self._small()
         self._shapes: dict[str, Shapes] = {}
 
@@ -101,15 +96,11 @@ class Probe:
     def defaults(self) -> dict[str, Any]:
         """The class's defaults of FIELDS, where they are values."""
         found = {field: self.parameters.get(self.aliases.get(field, field)) for field in FIELDS}
-        return {
-            field: value for field, value in found.items() if isinstance(value, bool | int | float | list)
-        }
+        return {field: value for field, value in found.items() if isinstance(value, bool | int | float | list)}
 
     def flags(self) -> list[str]:
         """Options, off by default, that switch on biases or norms and with them tensors of their own."""
-        return [
-            name for name, value in self.parameters.items() if value is False and re.search("bias|norm", name)
-        ]
+        return [name for name, value in self.parameters.items() if value is False and re.search("bias|norm", name)]
 
     def config(self, **changes: Any) -> Any:
         return self.config_class(**self.fields | changes)
@@ -159,8 +150,7 @@ class Probe:
         except Exception:
             return None
         told = [
-            (CACHE_KINDS.get(type(layer).__name__, "other"), getattr(layer, "sliding_window", None))
-            for layer in layers
+            (CACHE_KINDS.get(type(layer).__name__, "other"), getattr(layer, "sliding_window", None)) for layer in layers
         ]
         return None if ("sliding", None) in told else told
 

@@ -17,9 +17,9 @@ PROVENANCE = "headpool.json"
 """The file in a converted checkpoint that says what was done."""
 
 SIDECARS = (
-    "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "generation_config.json", "preprocessor_config.json", "processor_config.json",
-    "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "COPYING*", "COPYRIGHT*",
+    "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "special_tokens_map.json",
+    "added_tokens.json", "chat_template*", "generation_config.json", "preprocessor_config.json",
+    "processor_config.json", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "COPYING*", "COPYRIGHT*",
 )  # fmt: skip
 """Files that travel with a checkpoint, copied byte for byte. Weights of other formats and code do not."""
 

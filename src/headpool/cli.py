@@ -19,9 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-recipes_app = typer.Typer(
-    help="List the recipes that come with headpool, or copy one.", invoke_without_command=True
-)
+recipes_app = typer.Typer(help="List the recipes that come with headpool, or copy one.", invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")
 
 Model = Annotated[str, typer.Argument(help="A checkpoint directory or a hub id.", show_default=False)]
@@ -105,9 +103,7 @@ def convert(
     dtype: Annotated[str | None, typer.Option(help="Dtype of the result; default: as the source.")] = None,
     revision: Revision = None,
     seed: Annotated[int, typer.Option(min=0, help="For method random.")] = 0,
-    max_shard_size: Annotated[
-        str | None, typer.Option(help="Such as 5GB; default: the source's division.")
-    ] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Such as 5GB; default: the source's division.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate and plan, write nothing.")] = False,
     as_json: Json = False,
@@ -141,7 +137,8 @@ def convert(
 def evaluate(
     model: Model,
     data: Annotated[
-        str, typer.Option(help="A .txt, .jsonl or .parquet file, compressed or not, or a data set on the hub.")
+        str,
+        typer.Option(help="A .txt, .jsonl or .parquet file, compressed or not, or a data set on the hub."),
     ],
     out: Annotated[Path, typer.Option(help="Directory for report.json.")],
     baseline: Annotated[str | None, typer.Option(help="The model to compare with.")] = None,
@@ -153,9 +150,7 @@ def evaluate(
     ] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens between windows; default: the window.")] = None,
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 8,
-    dtype: Annotated[
-        str | None, typer.Option(help="Default: float32 on a CPU, the checkpoint's on a GPU.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: float32 on a CPU, the checkpoint's on a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; default: a GPU if any.")] = None,
     revision: Revision = None,
     as_json: Json = False,
@@ -187,7 +182,8 @@ def evaluate(
                 progress=lambda spec, done, total: progress(f"evaluate {spec.path}", done, total),
             )
         path = write_report(report, out)
-    _show(table(report), report_dict(report), as_json)
+    values = report_dict(report)
+    _show(table(values), values, as_json)
     if not as_json:
         typer.echo(f"report: {path}")
 

@@ -41,11 +41,11 @@ def check_space(out: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A hidden directory beside `out` to write into; it becomes `out` when the block ends well, and is removed otherwise.
+    """A hidden directory beside `out` to write into; it becomes `out` when the block ends well, or is removed.
 
-    One writer at a time: a second one is refused while the first lives (a lock that dies with its process), and
-    what a killed one left is cleared. Everything is on the disk before the rename. Raises RequestError where nothing can
-    be written and HeadpoolError when the disk fills up.
+    One writer at a time: a second one is refused while the first lives (a lock that dies with its process), and what a
+    killed one left is cleared. Everything is on the disk before the rename. Raises RequestError where nothing can be
+    written and HeadpoolError when the disk fills up.
     """
     target = out.resolve()
     staging = target.parent / f".{target.name}.partial"

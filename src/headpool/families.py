@@ -106,9 +106,7 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
         window=entry.get("window"),
         layer_fields=entry.get("layer_fields", {}),
         attention=entry.get("attention", ""),
-        pooled=tuple(
-            name for name, follows in tensors.items() if follows == "kv_heads" and name in PROJECTIONS
-        ),
+        pooled=tuple(name for name, follows in tensors.items() if follows == "kv_heads" and name in PROJECTIONS),
         attention_tensors=tensors,
         rotary=entry.get("rotary"),
         output=entry.get("output", "o_proj"),

@@ -83,9 +83,7 @@ def layers_of(config: Mapping[str, Any], family: Family) -> tuple[Layer, ...]:
     return tuple(result)
 
 
-def _layer(
-    config: Mapping[str, Any], family: Family, index: int, layer_type: str, window: int | None
-) -> Layer:
+def _layer(config: Mapping[str, Any], family: Family, index: int, layer_type: str, window: int | None) -> Layer:
     heads = _whole(families.get(config, family, "num_attention_heads"), "num_attention_heads")
     held = families.get_kv_heads(config, family)
     kv_heads = _whole(held[index] if isinstance(held, list) else held, families.KV_HEADS)
@@ -139,9 +137,7 @@ def _window(rule: Mapping[str, Any], layer_type: str | None, get: Callable[[str]
     return _whole(window, str(field)) if window else None
 
 
-def kinds_by_rule(
-    rule: Mapping[str, Any], count: int, get: Callable[[str], Any]
-) -> list[tuple[str, int | None]]:
+def kinds_by_rule(rule: Mapping[str, Any], count: int, get: Callable[[str], Any]) -> list[tuple[str, int | None]]:
     """What a family's rule makes of a config without layer_types.
 
     The rule (families' data) says which `type` layers with a window have, and `enabled_by` which field they
@@ -152,9 +148,7 @@ def kinds_by_rule(
     window = _window(rule, layer_type, get)
     if window is None:
         return [("full_attention", None)] * count
-    first = (
-        _whole(get(rule["below"]) or 0, rule["below"], least=0) if "below" in rule else rule.get("first", 0)
-    )
+    first = _whole(get(rule["below"]) or 0, rule["below"], least=0) if "below" in rule else rule.get("first", 0)
     every = rule.get("every")
     if isinstance(every, str):
         held = get(every)
@@ -225,8 +219,7 @@ def regroup(layers: Sequence[Layer], kv_heads: int) -> tuple[Layer, ...]:
                 f"possible are {listed}"
             )
     return tuple(
-        layer if layer.kind == "none" else replace(layer, kv_heads=min(layer.kv_heads, kv_heads))
-        for layer in layers
+        layer if layer.kind == "none" else replace(layer, kv_heads=min(layer.kv_heads, kv_heads)) for layer in layers
     )
 
 

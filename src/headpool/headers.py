@@ -156,8 +156,9 @@ def read_pickle_header(path: Path) -> tuple[TensorRecord, ...]:
     """The tensors of a pytorch_model*.bin (torch.save's zip format), in the order of their bytes.
 
     Only the pickle of the archive is read, by PyTorch's restricted unpickler (`weights_only`) onto fake tensors; the
-    tensors' bytes are found by their offsets in the archive, where they lie uncompressed. An alias (the same bytes under a
-    second name) is left out. Raises RequestError for what that unpickler refuses, and for tensors that are not stored row-major.
+    tensors' bytes are found by their offsets in the archive, where they lie uncompressed. An alias (the same bytes
+    under a second name) is left out. Raises RequestError for what that unpickler refuses, and for tensors that are not
+    stored row-major.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -185,7 +186,11 @@ def read_pickle_header(path: Path) -> tuple[TensorRecord, ...]:
         if dtype is None or start is None:
             raise RequestError(f"{where}: {tensor.dtype} cannot be read")
         record = TensorRecord(
-            str(name), dtype, tuple(tensor.shape), path, start + tensor.storage_offset() * tensor.element_size()
+            str(name),
+            dtype,
+            tuple(tensor.shape),
+            path,
+            start + tensor.storage_offset() * tensor.element_size(),
         )
         if record.offset + record.nbytes > size:
             raise RequestError(f"{where}: it ends at byte {record.offset + record.nbytes}, the file has {size}")

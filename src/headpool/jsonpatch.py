@@ -13,8 +13,8 @@ def patch_json(text: str, changes: Mapping[str, Any]) -> str:
     """`text`, a JSON object, with its top-level `changes` applied: a key that is there gets the new value in place, one
     that is not becomes the object's first.
 
-    Everything else (order, indentation, the spelling of numbers, unknown keys) survives verbatim. Raises ValueError when
-    `text` is no JSON object.
+    Everything else (order, indentation, the spelling of numbers, unknown keys) survives verbatim. Raises ValueError
+    when `text` is no JSON object.
     """
     spans = _value_spans(text)
     for key in sorted(changes.keys() & spans.keys(), key=lambda key: -spans[key][0]):

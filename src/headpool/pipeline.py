@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headpool import __version__
 from headpool.checkpoint import locate
@@ -19,6 +19,9 @@ from headpool.errors import RequestError
 from headpool.geometry import parse_size
 from headpool.progress import Progress
 from headpool.recipe import EvalSection, Recipe
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,19 @@ class RunResult:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def describe(self) -> "RenderableType":
+        """For a person: the report's table, the stages, and where everything is."""
+        from rich.console import Group
+
+        lines = [
+            f"{one.name}: {'done before, skipped' if one.skipped else f'{one.seconds:.1f} s'}" for one in self.stages
+        ]
+        if self.report is None:
+            return Group(*lines, f"output: {self.output}")
+        from headpool.eval.report import read_report, table
+
+        return Group(table(read_report(Path(self.report))), *lines, f"output: {self.output}", f"report: {self.report}")
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -57,9 +73,9 @@ class Stage:
 def run_recipe(recipe: Recipe, *, fresh: bool = False) -> RunResult:
     """Bring a recipe's output directory up to date, one stage after another.
 
-    A stage whose output exists is skipped when the fingerprint of its inputs and options is the one noted before it began;
-    otherwise what it made before is removed and it runs. So a killed run goes on where it was. `fresh` removes all
-    stages' outputs first.
+    A stage whose output exists is skipped when the fingerprint of its inputs and options is the one noted before it
+    began; otherwise what it made before is removed and it runs. So a killed run goes on where it was. `fresh` removes
+    every stage's output first.
 
     Raises RequestError when the output directory holds a stage's output that no run of a recipe made, or when another
     run is writing there.

@@ -204,9 +204,7 @@ def _nbytes(dtype: str, elements: int) -> int:
 
 def _option(layers: Sequence[Layer], kv_heads: int, request: _Request, weights: _Weights | None) -> Option:
     after = geometry.regroup(layers, kv_heads)
-    group_size = next(
-        layer.group_size for layer in after if layer.kind != "none" and layer.kv_heads == kv_heads
-    )
+    group_size = next(layer.group_size for layer in after if layer.kind != "none" and layer.kv_heads == kv_heads)
     now, then = request.cache_bytes(layers), request.cache_bytes(after)
     parameters, nbytes = (weights.after(after) if weights else None) or (None, None)
     sequences = None
@@ -222,9 +220,7 @@ def _option(layers: Sequence[Layer], kv_heads: int, request: _Request, weights: 
         weight_bytes=nbytes,
         sequences=sequences,
         tensor_parallel=tuple(_tensor_parallel(after, kv_heads, request)),
-        note=None
-        if group_size in TUNED_GROUP_SIZES
-        else "attention kernels are tuned for group sizes 1, 2, 4, 8",
+        note=None if group_size in TUNED_GROUP_SIZES else "attention kernels are tuned for group sizes 1, 2, 4, 8",
     )
 
 
@@ -248,8 +244,7 @@ def _dtype(config: Mapping[str, Any], shapes: Shapes | None) -> str:
     if named in FLOATS:
         return named
     held = {
-        name: sum(_nbytes(d, math.prod(s)) for d, s in (shapes or {}).values() if d == FLOATS[name])
-        for name in FLOATS
+        name: sum(_nbytes(d, math.prod(s)) for d, s in (shapes or {}).values() if d == FLOATS[name]) for name in FLOATS
     }
     most = max(held, key=lambda name: held[name])
     return most if held[most] else "float32"
@@ -283,9 +278,7 @@ def _read_hub(model: str, revision: str | None) -> tuple[Mapping[str, Any], Shap
             files = get_safetensors_metadata(model, revision=revision).files_metadata.values()
     except errors.NotASafetensorsRepoError:
         return config, None
-    return config, {
-        name: (str(info.dtype), tuple(info.shape)) for file in files for name, info in file.tensors.items()
-    }
+    return config, {name: (str(info.dtype), tuple(info.shape)) for file in files for name, info in file.tensors.items()}
 
 
 @contextmanager
@@ -298,9 +291,7 @@ def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
     except errors.NotASafetensorsRepoError:
         raise
     except errors.GatedRepoError as error:
-        raise RequestError(
-            f"{model} is gated: accept its licence on its page and log in (hf auth login)"
-        ) from error
+        raise RequestError(f"{model} is gated: accept its licence on its page and log in (hf auth login)") from error
     except errors.RemoteEntryNotFoundError as error:
         raise RequestError(f"{model}: no config.json") from error
     except errors.RevisionNotFoundError as error:
@@ -338,9 +329,7 @@ def plan_table(plan: Plan) -> "RenderableType":
     if plan.weight_bytes is not None:
         facts.append(f"{plan.parameters:,} parameters ({format_bytes(plan.weight_bytes)})")
     fits = any(option.sequences is not None for option in plan.options)
-    sizes = sorted(
-        {one.size for option in plan.options for one in option.tensor_parallel if 1 < one.size <= 8}
-    )
+    sizes = sorted({one.size for option in plan.options for one in option.tensor_parallel if 1 < one.size <= 8})
     table = Table()
     for column in (
         "K/V heads", "group size", "per token", f"cache: {plan.batch} x {plan.context:,} tokens", "saved",

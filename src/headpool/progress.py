@@ -51,7 +51,9 @@ def describe(task: str, done: int, total: int, seconds: float, unit: str) -> str
     rate = done / seconds
     scale, name = (1e6, "MB") if unit == "bytes" else (1, unit)
     left = (total - done) / rate if rate else float("inf")
-    return f"{task}: {done / scale:,.0f} of {total / scale:,.0f} {name}, {rate / scale:,.0f} {name}/s, {left:,.0f} s left"
+    return (
+        f"{task}: {done / scale:,.0f} of {total / scale:,.0f} {name}, {rate / scale:,.0f} {name}/s, {left:,.0f} s left"
+    )
 
 
 def _bars(unit: str) -> Any:
@@ -61,5 +63,10 @@ def _bars(unit: str) -> Any:
     amount: tuple[progress.ProgressColumn, ...] = (progress.MofNCompleteColumn(), progress.TextColumn(unit))
     if unit == "bytes":
         amount = (progress.DownloadColumn(), progress.TransferSpeedColumn())
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), *amount, progress.TimeRemainingColumn())
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        *amount,
+        progress.TimeRemainingColumn(),
+    )
     return progress.Progress(*columns, console=Console(stderr=True), transient=True)

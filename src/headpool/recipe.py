@@ -118,7 +118,7 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep=deep)
         if len(mapping) != len(node.value):
-            keys = [self.construct_object(key) for key, _ in node.value]  # type: ignore[no-untyped-call]
+            keys = [self.construct_object(key) for key, _ in node.value]
             twice = next(key for key in keys if keys.count(key) > 1)
             raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
         return mapping
@@ -126,7 +126,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # noqa: S506
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RequestError(f"{path}: not a recipe ({error})") from error
     if not isinstance(values, dict):

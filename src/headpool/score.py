@@ -49,9 +49,7 @@ class Score:
         try:
             return math.exp(self.nats / self.tokens)
         except OverflowError as error:
-            raise HeadpoolError(
-                f"{self.nats / self.tokens:.0f} nats per token: these weights are broken"
-            ) from error
+            raise HeadpoolError(f"{self.nats / self.tokens:.0f} nats per token: these weights are broken") from error
 
 
 def sliding_windows(n: int, window: int, stride: int) -> list[Window]:
@@ -99,9 +97,7 @@ def score(
             tokens = [sequences[job.text][job.window.start : job.window.end] for job in batch]
             for job, value in zip(batch, _batch_nats(model, tokens, batch[0].offset), strict=True):
                 if not math.isfinite(value):
-                    raise HeadpoolError(
-                        f"text {job.text}, {job.window}: {value} nats in {model.dtype}; try float32"
-                    )
+                    raise HeadpoolError(f"text {job.text}, {job.window}: {value} nats in {model.dtype}; try float32")
                 nats[job.text][job.index] = value
                 done += job.targets
             if progress is not None:

@@ -39,9 +39,7 @@ class TextData:
         return sum(len(text.encode()) for text in self.texts)
 
 
-def read_texts(
-    source: str | Path, column: str = "text", *, config: str | None = None, split: str = "test"
-) -> TextData:
+def read_texts(source: str | Path, column: str = "text", *, config: str | None = None, split: str = "test") -> TextData:
     """All texts of a file or of one split of a hub data set, in order; `column` names their column in
     tables.
 

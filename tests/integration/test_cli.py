@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,11 @@ from headpool.cli import app
 
 def headpool(*arguments: str | Path, code: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "headpool", *map(str, arguments)], capture_output=True, text=True, check=False, cwd=cwd
+        [sys.executable, "-m", "headpool", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
     )
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     return done
@@ -38,7 +41,14 @@ def test_help_has_an_example_for_every_verb() -> None:
 
 
 def test_help_and_errors_load_no_heavy_package() -> None:
-    script = "import sys, headpool.cli as c; sys.argv = ['headpool', '--help']\ntry: c.main()\nexcept SystemExit: pass\nprint([m for m in ('torch', 'transformers', 'numpy', 'pydantic', 'datasets') if m in sys.modules])"
+    script = """
+import sys, headpool.cli
+sys.argv = ["headpool", "--help"]
+try:
+    headpool.cli.main()
+except SystemExit:
+    print([name for name in ("torch", "transformers", "numpy", "pydantic", "datasets") if name in sys.modules])
+"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -53,7 +63,13 @@ def test_plan_convert_and_eval_together(tmp_path: Path) -> None:
     assert two["cache_bytes"] == 512 * 512
 
     converted = as_json("convert", model, out, "--kv-heads", "2")
-    assert {"output": str(out), "method": "mean", "source_kv_heads": 8, "kv_heads": 2, "pooled_tensors": 8}.items() <= converted.items()
+    assert {
+        "output": str(out),
+        "method": "mean",
+        "source_kv_heads": 8,
+        "kv_heads": 2,
+        "pooled_tensors": 8,
+    }.items() <= converted.items()
     assert converted["seconds"] > 0
     assert 50e6 < converted["peak_rss_bytes"] < 5e9
     assert two["weight_bytes"] == planned["weight_bytes"] - 8 * 96 * 128 * 2
@@ -75,14 +91,20 @@ def test_plan_convert_and_eval_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["convert", tiny.QUICKSTART, "{out}", "--kv-heads", "3"], "do not divide into 3; possible are 8, 4, 2, 1"),
+        (
+            ["convert", tiny.QUICKSTART, "{out}", "--kv-heads", "3"],
+            "do not divide into 3; possible are 8, 4, 2, 1",
+        ),
         (["convert", "no/where", "{out}", "--kv-heads", "2"], "no/where"),
         (["convert", tiny.QUICKSTART, "{out}", "--kv-heads", "2", "--max-shard-size", "much"], "much"),
         (["convert", tiny.QUICKSTART, "{out}"], "--kv-heads"),
         (["plan", "/nowhere"], "no such directory: /nowhere"),
         (["plan", tiny.QUICKSTART, "--memory", "lots"], "lots"),
         (["eval", tiny.QUICKSTART, "--data", "/nowhere.txt", "--out", "{out}"], "no such file: /nowhere.txt"),
-        (["eval", tiny.QUICKSTART, "--data", tiny.NOVEL, "--out", "{out}", "--window", "4096"], "window 4096 is larger than the 512"),
+        (
+            ["eval", tiny.QUICKSTART, "--data", tiny.NOVEL, "--out", "{out}", "--window", "4096"],
+            "window 4096 is larger than the 512",
+        ),
         (["run", "quickstart", "convert.kv_head=2", "output={out}"], "did you mean kv_heads?"),
         (["run", "nothing"], "no recipe 'nothing'"),
         (["frobnicate"], "No such command"),
@@ -97,7 +119,12 @@ def test_impossible_requests_exit_with_2_and_write_nothing(arguments: list[Any],
 
 
 def test_failures_exit_with_1(tmp_path: Path) -> None:
-    script = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000)); import sys; sys.argv = ['headpool', 'convert', {str(tiny.QUICKSTART)!r}, {str(tmp_path / 'out')!r}, '--kv-heads', '2']; import headpool.cli; headpool.cli.main()"
+    script = f"""
+import resource, sys, headpool.cli
+resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))
+sys.argv = ["headpool", "convert", {str(tiny.QUICKSTART)!r}, {str(tmp_path / "out")!r}, "--kv-heads", "2"]
+headpool.cli.main()
+"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "the disk filled up" in done.stderr

@@ -59,7 +59,13 @@ def test_files_travel_as_bytes_and_the_config_changes_in_one_value(
     for name in KEPT:
         assert (out / name).read_bytes() == (source / name).read_bytes()
     assert (out / "SOURCE_README.md").read_bytes() == (source / "README.md").read_bytes()
-    assert {path.name for path in out.iterdir()} == {*KEPT, "SOURCE_README.md", "config.json", "headpool.json", "model.safetensors"}
+    assert {path.name for path in out.iterdir()} == {
+        *KEPT,
+        "SOURCE_README.md",
+        "config.json",
+        "headpool.json",
+        "model.safetensors",
+    }
     patched = (source / "config.json").read_text().replace('"num_key_value_heads": 12', '"num_key_value_heads": 4')
     assert (out / "config.json").read_text() == patched
 
@@ -86,9 +92,16 @@ def test_a_pooled_model_is_the_mha_model_with_its_heads_overwritten_by_their_mea
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(12, 6), (12, 4), (12, 3), (9, 1)])
-def test_an_expanded_model_comes_back_bit_for_bit(dtype: torch.dtype, heads: int, kv_heads: int, tmp_path: Path) -> None:
+def test_an_expanded_model_comes_back_bit_for_bit(
+    dtype: torch.dtype, heads: int, kv_heads: int, tmp_path: Path
+) -> None:
     grouped = tiny.checkpoint(
-        tmp_path / "grouped", "qwen2", dtype=dtype, num_attention_heads=heads, hidden_size=8 * heads, num_key_value_heads=kv_heads
+        tmp_path / "grouped",
+        "qwen2",
+        dtype=dtype,
+        num_attention_heads=heads,
+        hidden_size=8 * heads,
+        num_key_value_heads=kv_heads,
     )
     expanded = shutil.copytree(grouped, tmp_path / "expanded")
     config = json.loads((grouped / "config.json").read_text())
@@ -120,7 +133,9 @@ def test_a_grouped_model_converts_further(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["mean", "first", "random"])
-def test_as_many_heads_as_there_are_is_a_copy_and_says_so(sources: dict[str, Path], method: str, tmp_path: Path) -> None:
+def test_as_many_heads_as_there_are_is_a_copy_and_says_so(
+    sources: dict[str, Path], method: str, tmp_path: Path
+) -> None:
     source, out = sources["qwen2"], tmp_path / "out"
     result = convert_checkpoint(str(source), out, kv_heads=12, method=method)
     assert result.copied
@@ -247,7 +262,11 @@ def test_a_source_may_hold_nothing_but_config_and_weights(sources: dict[str, Pat
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(sources["gemma"] / name, bare / name)
     convert_checkpoint(str(bare), tmp_path / "out", kv_heads=4)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors", "headpool.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "headpool.json",
+    }
 
 
 def test_overwrite_replaces_whole(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -297,7 +316,7 @@ def test_greedy_tokens_are_the_same_with_a_cache_and_without(sources: dict[str, 
 def test_the_seam_gives_back_what_it_took_and_heads_can_be_permuted(
     sources: dict[str, Path], family: str, tmp_path: Path
 ) -> None:
-    """Permuting heads with everything that belongs to them changes no logit; read and write are each other's inverse."""
+    """Permuting heads with all that belongs to them changes no logit; read and write are inverse."""
     source = sources[family]
     layout = plan_conversion(open_source(str(source)), kv_heads=4).layout
     held = tiny.tensors(source)
@@ -307,11 +326,15 @@ def test_the_seam_gives_back_what_it_took_and_heads_can_be_permuted(
     for layer in range(2):
         weights = layout.read(held, layer, PARTS)
         assert all(torch.equal(tensor, held[name]) for name, tensor in layout.write(weights, layer).items())
-        assert len(layout.write(weights, layer)) == sum(f"layers.{layer}.self_attn" in n and "norm" not in n for n in held)
+        assert len(layout.write(weights, layer)) == sum(
+            f"layers.{layer}.self_attn" in n and "norm" not in n for n in held
+        )
         changes |= layout.write(_permuted(weights, order), layer)
     tiny.rewrite(permuted, {name: t.contiguous() for name, t in changes.items() if t is not None})
     moved, original = tiny.load(permuted), tiny.load(source)
-    assert not torch.equal(moved.model.layers[0].self_attn.o_proj.weight, original.model.layers[0].self_attn.o_proj.weight)
+    assert not torch.equal(
+        moved.model.layers[0].self_attn.o_proj.weight, original.model.layers[0].self_attn.o_proj.weight
+    )
     torch.testing.assert_close(tiny.logits(moved), tiny.logits(original), rtol=0, atol=1e-10)
 
 

@@ -37,7 +37,9 @@ def refused(model: Path | str, out: Path, says: str, kind: type[HeadpoolError] =
 def copy(sources: dict[str, Path], tmp_path: Path) -> Path:
     """A llama of 12 heads to be spoilt."""
     return shutil.copytree(
-        sources["llama"], tmp_path / "model", ignore=shutil.ignore_patterns("consolidated*", "*.gguf", "*.bin", "*.pt")
+        sources["llama"],
+        tmp_path / "model",
+        ignore=shutil.ignore_patterns("consolidated*", "*.gguf", "*.bin", "*.pt"),
     )
 
 
@@ -61,7 +63,10 @@ def test_head_counts_that_do_not_fit(copy: Path, tmp_path: Path, kv_heads: int, 
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"method": "median"}, "unknown method 'median'; there are mean, first, random"), ({"dtype": "int8"}, "unknown dtype 'int8'")],
+    [
+        ({"method": "median"}, "unknown method 'median'; there are mean, first, random"),
+        ({"dtype": "int8"}, "unknown dtype 'int8'"),
+    ],
 )
 def test_options_that_do_not_exist(copy: Path, tmp_path: Path, options: dict[str, Any], says: str) -> None:
     refused(copy, tmp_path / "out", says, **options)
@@ -126,7 +131,11 @@ def test_directories_without_usable_weights(copy: Path, tmp_path: Path, spoil: A
 def test_a_truncated_file_is_named_with_its_last_tensor(copy: Path, tmp_path: Path) -> None:
     path = copy / "model.safetensors"
     os.truncate(path, path.stat().st_size - 10)
-    refused(copy, tmp_path / "out", r"model\.safetensors: truncated: tensor '\S+' ends at byte \d+, the file has \d+")
+    refused(
+        copy,
+        tmp_path / "out",
+        r"model\.safetensors: truncated: tensor '\S+' ends at byte \d+, the file has \d+",
+    )
 
 
 def test_an_index_that_lies_about_its_files(tmp_path: Path) -> None:
@@ -136,8 +145,14 @@ def test_an_index_that_lies_about_its_files(tmp_path: Path) -> None:
     files = sorted(set(index["weight_map"].values()))
     elsewhere = next(file for file in files if file != index["weight_map"][K1])
     for spoilt, says in [
-        ({**index["weight_map"], K1: elsewhere}, f"places tensor '{K1}' in {elsewhere}, which does not hold it"),
-        ({n: f for n, f in index["weight_map"].items() if n != K1}, f"holds tensor '{K1}', which .* does not name"),
+        (
+            {**index["weight_map"], K1: elsewhere},
+            f"places tensor '{K1}' in {elsewhere}, which does not hold it",
+        ),
+        (
+            {n: f for n, f in index["weight_map"].items() if n != K1},
+            f"holds tensor '{K1}', which .* does not name",
+        ),
         ({**index["weight_map"], "ghost": files[0]}, "places tensor 'ghost'"),
     ]:
         path.write_text(json.dumps({"weight_map": spoilt}))
@@ -150,11 +165,23 @@ def test_an_index_that_lies_about_its_files(tmp_path: Path) -> None:
         ({K1: None}, f"tensor '{K1}' is missing"),
         ({K1: torch.zeros(48, 96)}, rf"contradict.*'{K1}' is \[48, 96\], the config makes it \[96, 96\]"),
         ({Q0: torch.zeros(96, 64)}, rf"contradict.*'{Q0}' is \[96, 64\], the config makes it \[96, 96\]"),
-        ({K1.replace("weight", "bias"): torch.zeros(95)}, r"k_proj.bias' is \[95\], the config makes it \[96\]"),
+        (
+            {K1.replace("weight", "bias"): torch.zeros(95)},
+            r"k_proj.bias' is \[95\], the config makes it \[96\]",
+        ),
         ({K1: torch.zeros(96, 96, dtype=torch.int8)}, f"'{K1}' is I8: a quantized projection"),
-        ({"model.layers.2.self_attn.k_proj.weight": torch.zeros(96, 96)}, "belongs to layer 2, the config has 2 layers"),
-        ({"model.layers.0.self_attn.mystery": torch.zeros(3)}, "mystery' is not known in the attention of llama"),
-        ({"model.embed_tokens.weight": torch.zeros(299, 96)}, r"contradict each other: .*embed_tokens.weight \[299, 96\]"),
+        (
+            {"model.layers.2.self_attn.k_proj.weight": torch.zeros(96, 96)},
+            "belongs to layer 2, the config has 2 layers",
+        ),
+        (
+            {"model.layers.0.self_attn.mystery": torch.zeros(3)},
+            "mystery' is not known in the attention of llama",
+        ),
+        (
+            {"model.embed_tokens.weight": torch.zeros(299, 96)},
+            r"contradict each other: .*embed_tokens.weight \[299, 96\]",
+        ),
         ({V1: torch.full((96, 96), float("nan"))}, f"tensor '{V1}' holds NaN or infinity"),
         ({K1: torch.eye(96) * float("inf")}, f"tensor '{K1}' holds NaN or infinity"),
     ],
@@ -177,7 +204,7 @@ def test_one_nan_anywhere_in_a_projection_is_found(copy: Path, tmp_path: Path, m
 def test_values_that_the_output_dtype_cannot_hold(copy: Path, tmp_path: Path) -> None:
     name = "model.norm.weight"
     tiny.rewrite(copy, {name: torch.full((96,), 70000.0)})
-    refused(copy, tmp_path / "out", rf"tensor '{name}' has values up to 70000, which torch.float16 cannot hold", dtype="float16")
+    refused(copy, tmp_path / "out", rf"tensor '{name}' has values that float16 cannot hold", dtype="float16")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +245,7 @@ def test_destinations_that_would_harm(copy: Path, tmp_path: Path) -> None:
     refused(copy, taken, "exists; choose another destination or pass --overwrite")
     refused(copy, copy / "out", "inside one another")
     refused(copy, copy, "inside one another", overwrite=True)
-    with pytest.raises(RequestError, match="cannot be written|the disk has"):
+    with pytest.raises(RequestError, match=r"cannot be written|the disk has"):
         convert_checkpoint(str(copy), Path("/proc/headpool/out"), kv_heads=4)
 
 
@@ -234,7 +261,12 @@ def test_a_disk_that_fills_up_leaves_nothing(copy: Path, tmp_path: Path) -> None
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        refused(copy, tmp_path / "out", "the disk filled up while writing .*nothing was left behind", HeadpoolError)
+        refused(
+            copy,
+            tmp_path / "out",
+            "the disk filled up while writing .*nothing was left behind",
+            HeadpoolError,
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

@@ -73,9 +73,7 @@ def save(
 ) -> str:
     torch.manual_seed(kv_heads)
     if model is None:
-        model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_key_value_heads": kv_heads, **config})).to(
-            dtype
-        )
+        model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_key_value_heads": kv_heads, **config})).to(dtype)
     model.save_pretrained(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
@@ -126,9 +124,7 @@ def test_each_text_has_its_own_windows_and_one_bos(checkpoints: dict[str, str], 
     assert result["tokens"] == tokens
     assert result["nats"] == pytest.approx(nats, rel=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-6)
-    assert result["bits_per_byte"] == pytest.approx(
-        nats / math.log(2) / len("".join(texts).encode()), rel=1e-6
-    )
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / len("".join(texts).encode()), rel=1e-6)
     assert result["bos"] is bos
 
 
@@ -147,8 +143,7 @@ def test_texts_around_the_window_are_scored_whole(checkpoints: dict[str, str], e
 
 def test_nats_do_not_depend_on_the_batch_size(checkpoints: dict[str, str]) -> None:
     results = [
-        one(checkpoints["gqa"], data_of(TEXT, TEXT[:333]), window=20, stride=7, batch_size=b)
-        for b in (1, 5, 64)
+        one(checkpoints["gqa"], data_of(TEXT, TEXT[:333]), window=20, stride=7, batch_size=b) for b in (1, 5, 64)
     ]
     assert [result["nats"] for result in results] == pytest.approx([results[0]["nats"]] * 3, rel=1e-6)
 
@@ -179,11 +174,10 @@ def compared(checkpoints: dict[str, str]) -> Report:
 
 
 def test_the_report_holds_the_fields_that_scripts_rely_on(compared: Report, tmp_path: Path) -> None:
-    path = write_report(compared, tmp_path / "deep" / "out", fingerprint="f")
+    path = write_report(compared, tmp_path / "deep" / "out")
     assert [entry.name for entry in path.parent.iterdir()] == ["report.json"]
     written = json.loads(path.read_text(encoding="utf-8"))
-    assert written == as_json(compared, "f")
-    assert "fingerprint" not in as_json(compared)
+    assert written == as_json(compared)
     baseline, model = written["models"]
     assert (baseline["role"], model["role"]) == ("baseline", "model")
     assert (baseline["kv_heads"], model["kv_heads"]) == (4, 1)
@@ -208,7 +202,7 @@ def test_the_report_holds_the_fields_that_scripts_rely_on(compared: Report, tmp_
 
 def rendered(report: Report) -> str:
     console = Console(file=StringIO(), width=300)
-    console.print(table(report))
+    console.print(table(as_json(report)))
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -250,9 +244,7 @@ def test_sliding_layers_are_explained(tmp_path: Path) -> None:
     assert figures["explanation"].startswith("2 of 2 layers hold at most 8 tokens")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"), [(None, "float32"), ("auto", "bfloat16"), ("float64", "float64")]
-)
+@pytest.mark.parametrize(("dtype", "expected"), [(None, "float32"), ("auto", "bfloat16"), ("float64", "float64")])
 def test_dtypes(checkpoints: dict[str, str], dtype: str | None, expected: str) -> None:
     result = one(checkpoints["mha"], data_of(TEXT[:200]), dtype=dtype, device="cpu")
     assert result["dtype"] == expected
@@ -327,14 +319,12 @@ def test_destinations_that_cannot_be_written(compared: Report, tmp_path: Path) -
     assert (tmp_path / "file").read_text() == "x"
 
 
-def test_a_report_is_replaced_at_one_stroke(
-    compared: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_is_replaced_at_one_stroke(compared: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_report(compared, tmp_path)
     before = path.read_bytes()
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(HeadpoolError, match="No space left"):
-        write_report(compared, tmp_path, fingerprint="other")
+        write_report(compared, tmp_path)
     assert path.read_bytes() == before
 
 

@@ -30,13 +30,17 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
     first, deaths = 1, 0
     while True:
         done = subprocess.run(
-            [sys.executable, str(CRASH), str(source), str(out), str(first), "1"], capture_output=True, text=True, check=True
+            [sys.executable, str(CRASH), str(source), str(out), str(first), "1"],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         *died, last = [json.loads(line) for line in done.stdout.splitlines()]
         for attempt in died:
             entries = attempt["entries"]
             assert "out" not in entries
-            # Only in the last instant, when everything is on the disk and checked, does config.json lie beside the weights.
+            # Only in the last instant, when everything is on the disk and checked, does config.json lie beside the
+            # weights.
             if ".out.partial/config.json" in entries:
                 assert attempt["die_at"] >= last["die_at"] - 25
         deaths += len(died)

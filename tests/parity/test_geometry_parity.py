@@ -66,10 +66,7 @@ def usable(config: Any) -> bool:
     kinds = getattr(config, "layer_types", None) or ()
     return (
         config.num_key_value_heads is not None
-        and (
-            config.hidden_size % config.num_attention_heads == 0
-            or getattr(config, "head_dim", None) is not None
-        )
+        and (config.hidden_size % config.num_attention_heads == 0 or getattr(config, "head_dim", None) is not None)
         and not ("sliding_attention" in kinds and config.sliding_window is None)
     )
 
@@ -117,8 +114,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0, "num_hidden_layers": 5},
     "cohere_compass_text": {
         "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4}
-            for kind in ("full_attention", "sliding_attention")
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
         }
     },
 }
@@ -174,9 +170,7 @@ def test_cache_bytes_are_those_of_a_cache_that_a_model_filled(model_type: str, k
 @pytest.mark.parametrize("shared", [0, 3, 5])
 def test_layers_that_share_keep_nothing_of_their_own(shared: int) -> None:
     config = CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=10, num_kv_shared_layers=shared)
-    layers = geometry.layers(
-        {"model_type": "gemma3n_text", "num_hidden_layers": 10, "num_kv_shared_layers": shared}
-    )
+    layers = geometry.layers({"model_type": "gemma3n_text", "num_hidden_layers": 10, "num_kv_shared_layers": shared})
     cached = [type(layer).__name__ for layer in transformers.DynamicCache(config=config).layers]
     assert [layer.shares is not None for layer in layers] == [name == "DummyLayer" for name in cached]
     assert sum(layer.shares is not None for layer in layers) == shared

@@ -63,9 +63,7 @@ FAMILIES = {
         options={"head_dim": 10},
     ),
     "qwen2": Family(Qwen2Config, modeling_qwen2.Qwen2Attention, modeling_qwen2.Qwen2RotaryEmbedding),
-    "mistral": Family(
-        MistralConfig, modeling_mistral.MistralAttention, modeling_mistral.MistralRotaryEmbedding
-    ),
+    "mistral": Family(MistralConfig, modeling_mistral.MistralAttention, modeling_mistral.MistralRotaryEmbedding),
     "phi": Family(
         PhiConfig,
         modeling_phi.PhiAttention,
@@ -218,9 +216,7 @@ def check_mean_pooled(spec: ModuleType) -> None:
     family = FAMILIES["qwen2"]
     layer = stock_layer(family, HEADS)
     source = layer_weights(reference, layer.module)
-    pooled = {
-        name: spec.mean_heads(getattr(source, name), 4).copy() for name in ("k", "v", "bias_k", "bias_v")
-    }
+    pooled = {name: spec.mean_heads(getattr(source, name), 4).copy() for name in ("k", "v", "bias_k", "bias_v")}
     with torch.no_grad():
         for projection in (layer.module.k_proj, layer.module.v_proj):
             for tensor in (projection.weight, projection.bias):

@@ -77,7 +77,9 @@ with staged(Path({str(out)!r}), overwrite=False) as staging:
     assert names(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize(("error", "kind"), [("ENOSPC", HeadpoolError), ("EACCES", RequestError), ("EIO", HeadpoolError)])
+@pytest.mark.parametrize(
+    ("error", "kind"), [("ENOSPC", HeadpoolError), ("EACCES", RequestError), ("EIO", HeadpoolError)]
+)
 def test_the_systems_refusals_become_one_line(tmp_path: Path, error: str, kind: type[HeadpoolError]) -> None:
     import errno
 
@@ -107,7 +109,10 @@ def test_refuses_before_anything_is_written(tmp_path: Path) -> None:
         check_destination(source, overwrite=False)
     with pytest.raises(RequestError, match=r"needs .* GiB, the disk has"):
         check_space(tmp_path / "out", 1 << 60)
-    with pytest.raises(RequestError, match="cannot be written"), staged(tmp_path / "file" / "out", overwrite=False):
+    with (
+        pytest.raises(RequestError, match="cannot be written"),
+        staged(tmp_path / "file" / "out", overwrite=False),
+    ):
         pass
     assert names(tmp_path) == ["file", "link", "source"]
     assert names(source) == []

@@ -110,9 +110,7 @@ def test_a_tensor_that_spans_all_key_heads_is_a_reason() -> None:
     assert reason is not None
     assert "'model.layers.3.self_attn.k_norm.weight' spans all key/value heads" in reason
     stablelm = families.family_of({"model_type": "stablelm"})
-    assert "norms.7" in str(
-        families.refusal({}, stablelm, ["model.layers.0.self_attn.k_layernorm.norms.7.weight"])
-    )
+    assert "norms.7" in str(families.refusal({}, stablelm, ["model.layers.0.self_attn.k_layernorm.norms.7.weight"]))
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,7 @@ def llama(**fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kv_heads", "gib", "saved"), [(64, 20, 0), (8, 2.5, 0.875), (1, 0.3125, 0.984375)])
-def test_cache_of_80_layers_of_64_heads_of_128_over_8192_tokens(
-    kv_heads: int, gib: float, saved: float
-) -> None:
+def test_cache_of_80_layers_of_64_heads_of_128_over_8192_tokens(kv_heads: int, gib: float, saved: float) -> None:
     layers = geometry.regroup(LLAMA_70B_MHA, kv_heads)
     cache = geometry.cache_bytes(layers, tokens=8192, batch=1, itemsize=2)
     assert cache == gib * GIB
@@ -79,9 +77,7 @@ def test_layers_with_fewer_heads_stay() -> None:
     assert geometry.options(held) == [8, 4, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "said"), [(0, "at least 1"), (-2, "at least 1"), (24, "the model has 12")]
-)
+@pytest.mark.parametrize(("kv_heads", "said"), [(0, "at least 1"), (-2, "at least 1"), (24, "the model has 12")])
 def test_impossible_counts_are_refused_with_both_numbers_and_the_possible(kv_heads: int, said: str) -> None:
     with pytest.raises(RequestError, match=f"{kv_heads} K/V heads asked for, {said}.* 12, 6, 4, 3, 2, 1$"):
         geometry.regroup([Layer("full", 12, 12, 8)], kv_heads)
@@ -89,9 +85,7 @@ def test_impossible_counts_are_refused_with_both_numbers_and_the_possible(kv_hea
 
 def test_an_indivisible_count_names_the_layer_and_both_numbers() -> None:
     held = [Layer("full", 12, 12, 8), Layer("full", 12, 6, 8)]
-    with pytest.raises(
-        RequestError, match=r"layer 1 has 6 K/V heads, which do not divide into 4.*12, 6, 3, 2, 1$"
-    ):
+    with pytest.raises(RequestError, match=r"layer 1 has 6 K/V heads, which do not divide into 4.*12, 6, 3, 2, 1$"):
         geometry.regroup(held, 4)
 
 
@@ -122,9 +116,7 @@ def test_qwen2_slides_from_max_window_layers_on_when_switched_on() -> None:
         "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32,
     }  # fmt: skip
     assert [layer.window for layer in geometry.layers(config)] == [None] * 4
-    assert [layer.window for layer in geometry.layers(config | {"use_sliding_window": True})] == [
-        None
-    ] * 3 + [7]
+    assert [layer.window for layer in geometry.layers(config | {"use_sliding_window": True})] == [None] * 3 + [7]
 
 
 def test_gemma2_alternates_and_explicit_layer_types_win() -> None:

@@ -14,8 +14,8 @@ CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptool
 FOLDERS = {name: ROOT / folder for name, folder in CONFIG["package-dir"].items()}
 
 BASE = {
-    "errors", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint", "destination", "progress",
-    "text", "score", "recipe", "__init__",
+    "errors", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint", "destination",
+    "progress", "text", "score", "recipe", "__init__",
 }  # fmt: skip
 LEVELS = {"convert": 1, "uptrain": 1, "eval": 1, "pipeline": 2, "cli": 3, "__main__": 4}
 """What may import what: a module imports from its own part or from lower levels. The base is level 0."""
@@ -53,7 +53,7 @@ def imports(path: Path) -> set[str]:
 
 
 def part(module: str) -> str:
-    return module.split(".")[0]
+    return module.split(".", maxsplit=1)[0]
 
 
 def test_imports_point_one_way() -> None:
@@ -68,7 +68,11 @@ def test_imports_point_one_way() -> None:
 
 
 def test_nothing_imports_the_checkout_by_accident() -> None:
-    for path in [*ROOT.glob("src/**/*.py"), *(p for f in FOLDERS.values() for p in f.glob("*.py")), *ROOT.glob("tests/**/*.py")]:
+    for path in [
+        *ROOT.glob("src/**/*.py"),
+        *(p for f in FOLDERS.values() for p in f.glob("*.py")),
+        *ROOT.glob("tests/**/*.py"),
+    ]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -95,7 +99,12 @@ def test_the_wheel_holds_the_package_and_no_module_of_another_name(tmp_path: Pat
     assert not list(site.rglob("__pycache__"))
     installed = {str(path.relative_to(site / "headpool")) for path in site.rglob("*.py")}
     assert installed == {f"{module.replace('.', '/')}.py" for module in modules()}
-    for data in ("py.typed", "class_defaults.json", "recipes/quickstart/gqa2.yaml", "recipes/quickstart/model/model.safetensors"):
+    for data in (
+        "py.typed",
+        "class_defaults.json",
+        "recipes/quickstart/gqa2.yaml",
+        "recipes/quickstart/model/model.safetensors",
+    ):
         assert (site / "headpool" / data).is_file(), data
     script = """
 import importlib.util, sys

@@ -73,8 +73,7 @@ def test_weights_that_do_not_fit_leave_room_for_none() -> None:
 
 def test_dtype_is_the_configs_else_the_weights_else_float32(tmp_path: Path) -> None:
     assert (
-        planning.plan(write(tmp_path / "a", llama(dtype="float64"))).options[0].cache_bytes_per_token
-        == 3 * 2 * 64 * 8
+        planning.plan(write(tmp_path / "a", llama(dtype="float64"))).options[0].cache_bytes_per_token == 3 * 2 * 64 * 8
     )
     assert planning.plan(write(tmp_path / "b", llama())).dtype == "float32"
     shutil.copy(tiny.QUICKSTART / "model.safetensors", tmp_path / "model.safetensors")
@@ -107,9 +106,7 @@ def test_tensor_parallel_sizes_that_vllm_takes(
 
 
 def test_group_sizes_that_kernels_are_not_tuned_for_are_noted(tmp_path: Path) -> None:
-    plan = planning.plan(
-        write(tmp_path / "m", llama(num_attention_heads=48, num_key_value_heads=48, head_dim=8))
-    )
+    plan = planning.plan(write(tmp_path / "m", llama(num_attention_heads=48, num_key_value_heads=48, head_dim=8)))
     noted = {option.group_size for option in plan.options if option.note}
     assert noted == {3, 6, 12, 16, 24, 48}
 
@@ -135,9 +132,7 @@ def test_windows_bound_the_saving(tmp_path: Path) -> None:
         (llama(quantization_config={"quant_method": "awq"}), "quantized (awq)"),
     ],
 )
-def test_models_that_do_not_convert_still_have_a_plan(
-    tmp_path: Path, config: dict[str, Any], reason: str
-) -> None:
+def test_models_that_do_not_convert_still_have_a_plan(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     plan = planning.plan(write(tmp_path / "m", config))
     assert not plan.convertible
     assert reason in str(plan.reason)
@@ -145,9 +140,9 @@ def test_models_that_do_not_convert_still_have_a_plan(
 
 
 def test_norms_across_key_heads_on_disk_are_a_reason_and_leave_sizes_unknown(tmp_path: Path) -> None:
-    tiny.model(
-        "cohere", use_qk_norm=True, num_attention_heads=4, num_key_value_heads=4, head_dim=24
-    ).save_pretrained(tmp_path)
+    tiny.model("cohere", use_qk_norm=True, num_attention_heads=4, num_key_value_heads=4, head_dim=24).save_pretrained(
+        tmp_path
+    )
     plan = planning.plan(tmp_path)
     assert "k_norm.weight' spans all key/value heads" in str(plan.reason)
     assert plan.options[0].parameters == plan.parameters
@@ -183,15 +178,11 @@ def test_bad_requests_and_directories(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_without_a_network_is_one_clear_line() -> None:
-    with pytest.raises(
-        RequestError, match=r"^no such directory, and the hub cannot be reached: some-org/some-model$"
-    ):
+    with pytest.raises(RequestError, match=r"^no such directory, and the hub cannot be reached: some-org/some-model$"):
         planning.plan("some-org/some-model")
 
 
-def test_a_hub_id_is_planned_from_its_config_and_headers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_is_planned_from_its_config_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, llama(torch_dtype="bfloat16"))
     info = {
         f"model.layers.{i}.self_attn.{p}_proj.weight": SimpleNamespace(dtype="BF16", shape=[64, 64])
@@ -228,14 +219,10 @@ print(time.perf_counter() - start, sorted({{"torch", "transformers", "numpy"}} &
 
 
 def test_plan_as_json_and_as_a_table(tmp_path: Path) -> None:
-    plan = planning.plan(
-        write(tmp_path / "m", llama(num_attention_heads=12, num_key_value_heads=12, hidden_size=96))
-    )
+    plan = planning.plan(write(tmp_path / "m", llama(num_attention_heads=12, num_key_value_heads=12, hidden_size=96)))
     text = json.loads(json.dumps(plan.to_dict()))
     assert {"layers", "heads", "kv_heads", "head_dim", "options"} <= text.keys()
-    assert {"kv_heads", "group_size", "cache_bytes_per_token", "cache_bytes", "saved"} <= text["options"][
-        0
-    ].keys()
+    assert {"kv_heads", "group_size", "cache_bytes_per_token", "cache_bytes", "saved"} <= text["options"][0].keys()
     assert [option["kv_heads"] for option in text["options"]] == [12, 6, 4, 3, 2, 1]
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(planning.plan_table(plan))

@@ -40,14 +40,18 @@ def test_inputs_are_relative_to_the_recipe_and_output_to_the_current_directory(
 
 
 def test_overrides_win_and_are_typed(recipe: Path) -> None:
-    parsed = load_recipe(str(recipe), ["convert.kv_heads=4", "eval.window=128", "output=o", "seed=3", "convert.dtype=bfloat16"])
+    parsed = load_recipe(
+        str(recipe), ["convert.kv_heads=4", "eval.window=128", "output=o", "seed=3", "convert.dtype=bfloat16"]
+    )
     assert parsed.eval is not None
     assert (parsed.convert.kv_heads, parsed.eval.window, parsed.output, parsed.seed) == (4, 128, "o", 3)
     assert load_recipe(str(recipe), ["eval=null"]).eval is None
 
 
 def test_all_errors_are_reported_together(recipe: Path) -> None:
-    recipe.write_text("modle: m\nconvert: {kv_head: 2, method: median}\neval: {data: t.txt, window: none, colour: red}\n")
+    recipe.write_text(
+        "modle: m\nconvert: {kv_head: 2, method: median}\neval: {data: t.txt, window: none, colour: red}\n"
+    )
     with pytest.raises(RequestError) as caught:
         load_recipe(str(recipe), ["seed=-1", "nonsense"])
     lines = str(caught.value).splitlines()
@@ -81,7 +85,15 @@ def test_what_is_no_recipe(recipe: Path, text: str, says: str) -> None:
         load_recipe(str(recipe))
 
 
-@pytest.mark.parametrize(("override", "says"), [("a", "not of the form"), ("a..b=1", "not of the form"), ("model.x=1", "model is no section"), ("seed=[", "not a YAML value")])
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("a", "not of the form"),
+        ("a..b=1", "not of the form"),
+        ("model.x=1", "model is no section"),
+        ("seed=[", "not a YAML value"),
+    ],
+)
 def test_overrides_that_make_no_sense(recipe: Path, override: str, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         load_recipe(str(recipe), [override])
@@ -96,7 +108,9 @@ def test_any_text_is_a_recipe_or_refused(tmp_path_factory: pytest.TempPathFactor
 
 
 def test_unknown_names_list_the_shipped_ones() -> None:
-    with pytest.raises(RequestError, match=r"no recipe 'quickstart/gqa3'.*quickstart/gqa2.*did you mean quickstart/gqa2"):
+    with pytest.raises(
+        RequestError, match=r"no recipe 'quickstart/gqa3'.*quickstart/gqa2.*did you mean quickstart/gqa2"
+    ):
         find_recipe("quickstart/gqa3")
     assert find_recipe("quickstart") == find_recipe("quickstart/gqa2")
 

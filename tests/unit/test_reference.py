@@ -258,9 +258,7 @@ def test_mean_pooled_equals_heads_overwritten_by_their_mean(kv_heads: int) -> No
         tensor = getattr(source, name)
         pooled[name] = mean_heads(tensor, kv_heads)
         size = 6 // kv_heads
-        overwritten[name] = np.stack(
-            [tensor[i // size * size : (i // size + 1) * size].mean(0) for i in range(6)]
-        )
+        overwritten[name] = np.stack([tensor[i // size * size : (i // size + 1) * size].mean(0) for i in range(6)])
     converted, _ = attention(x, dataclasses.replace(source, **pooled))
     expected, _ = attention(x, dataclasses.replace(source, **overwritten))
     assert_close(converted, expected, atol=1e-13)
@@ -321,11 +319,7 @@ def test_in_pieces_equals_all_at_once(data: st.DataObject, seed: int) -> None:
     window = data.draw(st.none() | st.integers(1, tokens + 2), "window")
     mask: Mask = "causal" if window is None else "sliding"
     dims = 2 * data.draw(st.integers(0, head_dim // 2), "rotated pairs")
-    rotary = (
-        random_rotary(rng, tokens, dims, interleaved=data.draw(st.booleans(), "interleaved"))
-        if dims
-        else None
-    )
+    rotary = random_rotary(rng, tokens, dims, interleaved=data.draw(st.booleans(), "interleaved")) if dims else None
     cuts = data.draw(st.sets(st.integers(1, tokens - 1)) if tokens > 1 else st.just(set()), "cuts")
 
     x = rng.normal(size=(tokens, weights.q.shape[2]))
@@ -395,9 +389,7 @@ def test_keys_and_values_are_never_held_per_query_head() -> None:
     limit = k.nbytes + v.nbytes
     assert peak_bytes(lambda: dot_product_attention(q, k, v, seen)) < limit
     # The measurement sees such a copy when one is made, even of the keys alone.
-    copied = peak_bytes(
-        lambda: dot_product_attention(q, repeat_heads(k, heads), repeat_heads(v, heads), seen)
-    )
+    copied = peak_bytes(lambda: dot_product_attention(q, repeat_heads(k, heads), repeat_heads(v, heads), seen))
     assert copied > 8 * limit
     assert peak_bytes(lambda: repeat_heads(k, heads)) > 4 * limit
 

@@ -156,9 +156,7 @@ def test_a_model_that_knows_nothing_costs_ln_v_a_token() -> None:
 
 def test_logits_are_asked_for_at_scored_positions_only(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, ...]] = []
-    handle = llama.lm_head.register_forward_hook(
-        lambda _module, _inputs, output: made.append(tuple(output.shape))
-    )
+    handle = llama.lm_head.register_forward_hook(lambda _module, _inputs, output: made.append(tuple(output.shape)))
     texts = [random_tokens(n) for n in (60, 33, 5)]
     windows = [sliding_windows(len(text), 16, 4) for text in texts]
     try:
@@ -184,9 +182,7 @@ def test_a_class_without_logits_to_keep_scores_the_same(llama: Any) -> None:
 
     tokens = random_tokens(60)
     windows = [sliding_windows(60, 16, 5)]
-    assert score(Plain(), [tokens], windows, 4).nats == pytest.approx(
-        score(llama, [tokens], windows, 4).nats, rel=1e-6
-    )
+    assert score(Plain(), [tokens], windows, 4).nats == pytest.approx(score(llama, [tokens], windows, 4).nats, rel=1e-6)
 
 
 def test_batches_do_not_mix_lengths_where_lengths_change_the_rotation() -> None:

@@ -1,6 +1,7 @@
 """Bytes arrive where they should, past the page cache or through it, whatever the alignment."""
 
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headpool.convert import transfer
-from headpool.convert.transfer import BLOCK, Reader, Writer, allocate, piece_of
+from headpool.convert.transfer import BLOCK, Buffers, Reader, Writer, piece_of
 from headpool.errors import RequestError
 
 SIZE = 5 * BLOCK + 123
@@ -56,9 +57,12 @@ def test_any_range_to_any_place(files: Path, begin: int, end: int, to: int, reus
     target = files / "target"
     before = bytes(251) * (to + SIZE)
     target.write_bytes(before)
-    buffer = allocate(SIZE) if reuse else None
+    buffers = Buffers()
+    if reuse:
+        buffers.take(SIZE)[:] = bytes(7 for _ in range(SIZE + 2 * BLOCK))
+        buffers.recycle()
     with Reader(files / "source") as reader, Writer(target) as writer:
-        piece = reader.read(begin, end - begin, buffer)
+        piece = reader.read(begin, end - begin, buffers)
         assert bytes(piece.view) == CONTENT[begin:end]
         writer.write(to, piece)
         writer.flush()
@@ -73,8 +77,8 @@ def test_neighbours_written_from_several_threads(files: Path) -> None:
         stream.truncate(len(content))
     cuts = [0, *range(777, len(content), 9001), len(content)]
     with Writer(target) as writer, ThreadPoolExecutor(8) as pool:
-        pieces = [(a, content[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
-        list(pool.map(lambda one: writer.write(one[0], piece_of(memoryview(one[1]), one[0] % 7)), pieces))
+        pieces = [(a, content[a:b]) for a, b in itertools.pairwise(cuts)]
+        list(pool.map(lambda one: writer.write(one[0], piece_of(memoryview(one[1]), one[0] % 7, Buffers())), pieces))
         writer.flush()
     assert target.read_bytes() == content
 
@@ -83,8 +87,8 @@ def test_a_file_that_is_too_short(files: Path) -> None:
     with Reader(files / "source") as reader:
         for begin, count in [(SIZE - 5, 6), (SIZE + BLOCK, 1), (0, SIZE + 1)]:
             with pytest.raises(RequestError, match="source became shorter"):
-                reader.read(begin, count)
-        assert bytes(reader.read(SIZE - 5, 5).view) == CONTENT[-5:]
+                reader.read(begin, count, Buffers())
+        assert bytes(reader.read(SIZE - 5, 5, Buffers()).view) == CONTENT[-5:]
 
 
 def test_other_errors_come_through(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,5 +98,15 @@ def test_other_errors_come_through(files: Path, monkeypatch: pytest.MonkeyPatch)
     (files / "target").write_bytes(bytes(3 * BLOCK))
     monkeypatch.setattr(os, "pwrite", full)
     with Writer(files / "target") as writer, pytest.raises(OSError, match="No space"):
-        writer.write(0, piece_of(memoryview(bytes(2 * BLOCK)), 0))
+        writer.write(0, piece_of(memoryview(bytes(2 * BLOCK)), 0, Buffers()))
         writer.flush()
+
+
+def test_buffers_are_shared_out_once_and_used_again() -> None:
+    buffers = Buffers()
+    first, second = buffers.take(100), buffers.take(100)
+    assert first is not second
+    buffers.recycle()
+    again = [buffers.take(100), buffers.take(50), buffers.take(10)]
+    assert {id(first), id(second)} == {id(one) for one in again[:2]}
+    assert len(buffers.take(10 * BLOCK)) >= 10 * BLOCK

@@ -1,0 +1,28 @@
+"""The methods as data: which parts of a layer each changes, and which it needs in memory together."""
+
+from dataclasses import dataclass
+
+from headpool.convert.layouts import Part
+
+
+@dataclass(frozen=True)
+class Method:
+    """How to reach fewer K/V heads.
+
+    `units` are the parts of a layer that must be in memory together; the method's function is called once for each,
+    with the other parts None. The parts named here are also all that it changes: every other tensor is copied.
+    """
+
+    name: str
+    units: tuple[tuple[Part, ...], ...]
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("mean", units=(("k",), ("v",))),
+        Method("first", units=(("k",), ("v",))),
+        Method("random", units=(("k",), ("v",))),
+    )
+}
+"""The published baselines (Ainslie et al. 2023, section 2.1 and figure 4). Their functions are in pool."""
