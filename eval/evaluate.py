@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headpool import checkpoint, geometry, headers
@@ -269,6 +270,7 @@ def _load(candidate: _Candidate, settings: Settings) -> Any:
     """The model in its stock class. A tensor that is missing or of another shape would be filled at
     random: refused.
     """
+    transformers.utils.logging.disable_progress_bar()  # `progress` is what is shown
     path = candidate.spec.path
     dtype = candidate.checkpoint_dtype if settings.dtype == AUTO else DTYPES[settings.dtype]
     try:
