@@ -7,10 +7,11 @@ h query heads, k key/value heads, d head_dim, D hidden.
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from headpool import families
 from headpool.errors import RequestError
-from headpool.families import Family
+from headpool.families import AttentionTensor, Family
 from headpool.geometry import Layer
 from headpool.headers import FLOATS, TensorRecord
 
@@ -104,7 +105,7 @@ class Separate:
 
 
 def find_layout(
-    tensors: Mapping[str, TensorRecord], family: Family, layers: tuple[Layer, ...], hidden: int
+    tensors: Mapping[str, TensorRecord], config: Mapping[str, Any], family: Family, layers: tuple[Layer, ...]
 ) -> Separate:
     """The layout of a checkpoint, once its headers agree with its config.
 
@@ -112,30 +113,28 @@ def find_layout(
     projection missing or of another shape, a layer too many, an attention tensor that this family is not known to have,
     a projection that is no floating-point tensor.
     """
-    before, after = family.attention.split("{}")
-    pattern = re.compile(
-        rf"(?P<stem>(?:.*\.)?{re.escape(before.split('.')[-2])}\.)(?P<layer>\d+){re.escape(after)}\.(?P<suffix>.+)"
-    )
-    found = [match for name in tensors if (match := pattern.fullmatch(name))]
-    stems = {match["stem"] for match in found}
+    found = {name: held for name in tensors if (held := families.attention_tensor(family, name))}
+    stems = {held.stem for held in found.values()}
     if len(stems) != 1:
         where = f"under {' and '.join(sorted(stems))}" if stems else f"named {family.attention.format('N')}.*"
         raise RequestError(f"the weights hold {'several sets of' if stems else 'no'} attention tensors {where}")
+    for name, held in found.items():
+        _check_known(name, held, family, len(layers))
+    dims = families.rotary_dims(config, family, layers[0].head_dim)
     projections: dict[Part, str] = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": family.output}
     layout = Separate(
         stem=stems.pop(),
-        attention=after.strip("."),
+        attention=family.attention.rpartition("{}.")[2],
         projections=projections,
         layers=layers,
-        rotary=Rotary(family.rotary, layers[0].head_dim) if family.rotary else None,
+        rotary=Rotary(family.rotary, dims) if family.rotary else None,
         per_query_head=tuple(
             suffix
             for suffix, follows in family.attention_tensors.items()
             if follows == "heads" and suffix.split(".")[0] not in projections.values()
         ),
     )
-    for match in found:
-        _check_known(match, family, len(layers))
+    hidden = families.get(config, family, "hidden_size")
     for index, layer in enumerate(layers):
         _check_shapes(tensors, layout, index, layer, hidden)
     return layout
@@ -145,15 +144,11 @@ _BUFFERS = re.compile(r"rotary_emb\.inv_freq|(masked_)?bias")
 """Buffers that old checkpoints carry in their attention modules and no class reads."""
 
 
-def _check_known(match: re.Match[str], family: Family, layers: int) -> None:
-    suffix = re.sub(r"\d+", "*", match["suffix"])
-    follows = family.attention_tensors.get(suffix)
-    if int(match["layer"]) >= layers:
-        raise RequestError(f"tensor {match[0]!r} belongs to layer {match['layer']}, the config has {layers} layers")
-    if follows is None and not _BUFFERS.fullmatch(match["suffix"]):
-        raise RequestError(f"tensor {match[0]!r} is not known in the attention of {family.model_type}")
-    if follows == "kv_heads" and suffix.split(".")[0] not in ("k_proj", "v_proj"):
-        raise RequestError(f"tensor {match[0]!r} spans all key/value heads, which headpool cannot pool yet")
+def _check_known(name: str, held: AttentionTensor, family: Family, layers: int) -> None:
+    if held.layer >= layers:
+        raise RequestError(f"tensor {name!r} belongs to layer {held.layer}, the config has {layers} layers")
+    if held.suffix not in family.attention_tensors and not _BUFFERS.fullmatch(held.suffix):
+        raise RequestError(f"tensor {name!r} is not known in the attention of {family.model_type}")
 
 
 def _check_shapes(tensors: Mapping[str, TensorRecord], layout: Separate, index: int, layer: Layer, hidden: int) -> None:

@@ -115,7 +115,7 @@ def plan_conversion(
     Raises RequestError for an unknown method or dtype, a family that cannot be converted, head counts that do not fit,
     and weights that contradict the config.
     """
-    family = families.family_of(source.config)
+    family = families.family_of(source.config, source.tensors)
     if method not in METHODS:
         raise RequestError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
     if dtype is not None and dtype not in DTYPES:
@@ -123,7 +123,7 @@ def plan_conversion(
     before = geometry.layers(source.config)
     after = geometry.regroup(before, kv_heads)
     _refuse_quantized(source)
-    layout = find_layout(source.tensors, family, before, families.get(source.config, family, "hidden_size"))
+    layout = find_layout(source.tensors, source.config, family, before)
     units = tuple(_units(METHODS[method], before, after))
     return Plan(
         source=source,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from headpool.errors import RequestError
 
@@ -135,19 +135,27 @@ def get_kv_heads(config: Mapping[str, Any], family: Family) -> Any:
     return get(config, family, "num_attention_heads") if held is None else held
 
 
-def attention_tensor(family: Family, name: str) -> tuple[int, str] | None:
-    """The layer and the name inside its attention module of a tensor of a checkpoint; None for every other
-    tensor.
+class AttentionTensor(NamedTuple):
+    """A tensor's name taken apart: `stem` up to the layer's number, `suffix` inside the attention module, with * for
+    numbers.
+    """
 
-    Numbers in that name are *. A prefix of its own in front of the layers, or none, does not matter:
-    checkpoints of bare models lack "model.".
+    stem: str
+    layer: int
+    suffix: str
+
+
+def attention_tensor(family: Family, name: str) -> AttentionTensor | None:
+    """The name of an attention tensor of a checkpoint taken apart; None for every other tensor.
+
+    A prefix of its own in front of the layers, or none, does not matter: checkpoints of bare models lack "model.".
     """
     before, found, after = family.attention.rpartition("{}")
     if not found:
         return None
-    stem = re.escape(before.split(".")[-2])
-    match = re.fullmatch(rf"(?:.*\.)?{stem}\.(\d+){re.escape(after)}\.(.+)", name)
-    return (int(match[1]), re.sub(r"\d+", "*", match[2])) if match else None
+    layers = re.escape(before.split(".")[-2])
+    match = re.fullmatch(rf"((?:.*\.)?{layers}\.)(\d+){re.escape(after)}\.(.+)", name)
+    return AttentionTensor(match[1], int(match[2]), re.sub(r"\d+", "*", match[3])) if match else None
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
@@ -168,12 +176,13 @@ def find_family(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config that can be converted. Raises RequestError with the reason for every other
-    config.
+def family_of(config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Family:
+    """The family of a model that can be converted, by its config and the names of its tensors.
+
+    Raises RequestError with the reason for every other model.
     """
     family = find_family(config)
-    reason = refusal(config, family)
+    reason = refusal(config, family, tensors)
     if reason is not None:
         raise RequestError(f"model_type {family.model_type!r}: {reason}")
     return family
@@ -190,8 +199,8 @@ def refusal(config: Mapping[str, Any], family: Family, tensors: Iterable[str] = 
             method = held.get("quant_method", key) if isinstance(held, Mapping) else key
             return f"the weights are quantized ({method}); convert the unquantized checkpoint instead"
     for name in tensors:
-        _, suffix = attention_tensor(family, name) or (0, "")
-        if family.attention_tensors.get(suffix) == "kv_heads" and suffix not in family.pooled:
+        held = attention_tensor(family, name)
+        if held and family.attention_tensors.get(held.suffix) == "kv_heads" and held.suffix not in family.pooled:
             return f"tensor {name!r} spans all key/value heads, which is not supported yet"
     return family.reason
 
@@ -209,6 +218,14 @@ def _unreadable(config: Mapping[str, Any], model_type: str, family: Family | Non
         (True, "unknown" + (f"; did you mean {' or '.join(near)}?" if near else "")),
     )
     return next(reason for sign, reason in signs if sign)
+
+
+def rotary_dims(config: Mapping[str, Any], family: Family, head_dim: int) -> int:
+    """How many of a head's dimensions rotate, in layers that rotate at all."""
+    held = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
+    factors = [one["partial_rotary_factor"] for one in held if one and "partial_rotary_factor" in one]
+    factor = factors[0] if factors else get(config, family, "partial_rotary_factor")
+    return int(head_dim * (1.0 if factor is None else factor))
 
 
 def kv_heads_fields(config: Mapping[str, Any], family: Family | None = None) -> dict[str, Any]:

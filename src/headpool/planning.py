@@ -185,8 +185,9 @@ class _Weights:
 def _pooled_heads(shapes: Shapes, family: Family, layers: Sequence[Layer]) -> Iterator[tuple[int, str, int]]:
     """For every tensor that pooling shrinks: its layer, its dtype and the elements of one head."""
     for name, (dtype, shape) in shapes.items():
-        index, suffix = families.attention_tensor(family, name) or (len(layers), "")
-        if index < len(layers) and suffix in family.pooled:
+        held = families.attention_tensor(family, name)
+        if held and held.layer < len(layers) and held.suffix in family.pooled:
+            index = held.layer
             rows = layers[index].kv_heads * layers[index].head_dim
             if shape[0] != rows:
                 raise RequestError(

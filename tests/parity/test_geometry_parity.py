@@ -136,7 +136,7 @@ def test_weights_have_the_shapes_and_the_names_that_the_family_says(model_type: 
         if held is None:
             assert "k_proj" not in name
             continue
-        index, suffix = held
+        _, index, suffix = held
         assert suffix in family.attention_tensors
         seen.add((index, suffix))
         rows = {

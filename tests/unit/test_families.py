@@ -116,15 +116,18 @@ def test_a_tensor_that_spans_all_key_heads_is_a_reason() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("model.layers.11.self_attn.k_proj.weight", (11, "k_proj.weight")),
-        ("layers.0.self_attn.k_proj.weight", (0, "k_proj.weight")),
-        ("language_model.model.layers.2.self_attn.x.norms.4.weight", (2, "x.norms.*.weight")),
+        ("model.layers.11.self_attn.k_proj.weight", ("model.layers.", 11, "k_proj.weight")),
+        ("layers.0.self_attn.k_proj.weight", ("layers.", 0, "k_proj.weight")),
+        (
+            "language_model.model.layers.2.self_attn.x.norms.4.weight",
+            ("language_model.model.layers.", 2, "x.norms.*.weight"),
+        ),
         ("model.layers.11.mlp.k_proj.weight", None),
         ("model.embed_tokens.weight", None),
         ("model.sublayers.0.self_attn.k_proj.weight", None),
     ],
 )
-def test_attention_tensors_are_found_by_name(name: str, expected: tuple[int, str] | None) -> None:
+def test_attention_tensors_are_found_by_name(name: str, expected: tuple[str, int, str] | None) -> None:
     assert families.attention_tensor(families.families()["llama"], name) == expected
 
 
