@@ -12,7 +12,7 @@ import torch
 
 from headpool import reference
 from headpool.checkpoint import open_source
-from headpool.convert.layouts import PARTS, AttentionWeights
+from headpool.convert.layouts import PARTS, AttentionWeights, Rotary
 from headpool.convert.plan import plan_conversion
 from headpool.convert.run import Conversion, convert_checkpoint
 
@@ -319,6 +319,7 @@ def test_the_seam_gives_back_what_it_took_and_heads_can_be_permuted(
     """Permuting heads with all that belongs to them changes no logit; read and write are inverse."""
     source = sources[family]
     layout = plan_conversion(open_source(str(source)), kv_heads=4).layout
+    assert layout.rotary == Rotary("half-split", 16 if family in ("qwen3", "gemma") else 8)
     held = tiny.tensors(source)
     permuted = shutil.copytree(source, tmp_path / "permuted")
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))

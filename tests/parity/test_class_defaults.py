@@ -3,6 +3,7 @@
 import inspect
 import json
 
+import class_defaults
 import pytest
 import tiny
 import transformers
@@ -14,10 +15,7 @@ MEASURED = families.data()["transformers"]
 
 
 @pytest.mark.skipif(transformers.__version__ != MEASURED, reason=f"the file was measured on {MEASURED}")
-def test_the_data_file_is_what_its_generator_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tiny.ROOT / "tools"))
-    import class_defaults
-
+def test_the_data_file_is_what_its_generator_writes() -> None:
     text = (tiny.ROOT / "src" / "headpool" / "class_defaults.json").read_text(encoding="utf-8")
     written = class_defaults.render()
     held, made = json.loads(text), json.loads(written)

@@ -114,6 +114,20 @@ def test_a_tensor_that_spans_all_key_heads_is_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model_type", "held", "dims"),
+    [
+        ("llama", {}, 64),
+        ("phi", {"partial_rotary_factor": 0.5}, 32),
+        ("phi", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.4}}, 25),
+        ("llama", {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, 64),
+    ],
+)
+def test_partial_rotation_wherever_a_config_holds_it(model_type: str, held: dict[str, Any], dims: int) -> None:
+    family = families.families()[model_type]
+    assert families.rotary_dims({"model_type": model_type} | held, family, 64) == dims
+
+
+@pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("model.layers.11.self_attn.k_proj.weight", ("model.layers.", 11, "k_proj.weight")),

@@ -1,0 +1,73 @@
+"""Every family that is said to convert does: files written by transformers, pooled, opened again, compared."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from class_probe import Probe
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from headpool import reference
+from headpool.convert.run import convert_checkpoint
+from headpool.families import KV_HEADS, data, families
+
+pytestmark = pytest.mark.usefixtures("quick_check")
+
+CONVERTING = [
+    name
+    for name, family in families().items()
+    if family.reason is None and name in CONFIG_MAPPING and hasattr(transformers, family.class_name)
+]
+"""Those that this version of transformers has."""
+HEADS, KV = 12, 4
+
+
+def built(model_type: str) -> Any:
+    """A small random model of 12 query and 12 K/V heads."""
+    probe = Probe(model_type, families()[model_type].class_name)
+    probe.fields |= {"num_attention_heads": HEADS, KV_HEADS: HEADS, "hidden_size": 192}
+    probe.settle()
+    torch.manual_seed(0)
+    model = probe.model("cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        result: torch.Tensor = model(ids).logits
+    return result
+
+
+@pytest.mark.parametrize("model_type", CONVERTING)
+def test_a_family_converts(model_type: str, tmp_path: Path) -> None:
+    model = built(model_type)
+    model.save_pretrained(tmp_path / "source")
+    result = convert_checkpoint(str(tmp_path / "source"), tmp_path / "out", kv_heads=KV)
+    assert result.warnings == ()
+    before, after = tiny.tensors(tmp_path / "source"), tiny.tensors(tmp_path / "out")
+    assert set(before) == set(after)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    layers = model.config.get_text_config().num_hidden_layers
+    weights = {name for name in changed if name.endswith(("k_proj.weight", "v_proj.weight"))}
+    assert len(weights) == 2 * layers
+    assert all(name.endswith(("k_proj.bias", "v_proj.bias")) for name in changed - weights)
+    state = model.state_dict()
+    for name in changed:
+        mean = reference.mean_heads(before[name].double().unflatten(0, (HEADS, -1)).numpy(), KV)
+        assert torch.equal(after[name], torch.from_numpy(mean).float().reshape(after[name].shape))
+        overwritten = reference.repeat_heads(mean, HEADS)
+        state[name].copy_(torch.from_numpy(overwritten).reshape(state[name].shape))
+    pooled = getattr(transformers, type(model).__name__).from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(logits(pooled), logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_there_are_many_and_the_named_ones_among_them() -> None:
+    assert len(CONVERTING) >= (60 if transformers.__version__ == data()["transformers"] else 30)
+    assert set(tiny.FAMILIES) <= set(CONVERTING)
