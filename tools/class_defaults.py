@@ -104,6 +104,7 @@ def measure(probe: Probe, model_type: str, class_name: str) -> dict[str, Any]:
         entry["aliases"] = dict(sorted(probe.aliases.items()))
     try:
         probe.settle()
+        entry["defaults"] |= probe.partial_rotation()
         entry["window"], entry["layer_fields"] = window_rule(probe, families.family_from(model_type, entry))
         entry["head_dim_read"] = reads_head_dim(probe)
         entry["geometry"] = cache_agrees(probe, families.family_from(model_type, entry))

@@ -98,6 +98,11 @@ class Probe:
         found = {field: self.parameters.get(self.aliases.get(field, field)) for field in FIELDS}
         return {field: value for field, value in found.items() if isinstance(value, bool | int | float | list)}
 
+    def partial_rotation(self) -> dict[str, Any]:
+        """The default share of rotated dimensions, which classes compute into rope_parameters, where there is one."""
+        rope = getattr(self.config(), "rope_parameters", None) or {}
+        return {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
+
     def flags(self) -> list[str]:
         """Options, off by default, that switch on biases or norms and with them tensors of their own."""
         return [name for name, value in self.parameters.items() if value is False and re.search("bias|norm", name)]

@@ -117,7 +117,8 @@ def test_a_tensor_that_spans_all_key_heads_is_a_reason() -> None:
     ("model_type", "held", "dims"),
     [
         ("llama", {}, 64),
-        ("phi", {"partial_rotary_factor": 0.5}, 32),
+        ("phi", {}, 32),
+        ("phi", {"partial_rotary_factor": 0.75}, 48),
         ("phi", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.4}}, 25),
         ("llama", {"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, 64),
     ],
