@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from class_probe import Probe
+from class_probe import NotMeasuredError, Probe
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headpool import reference
@@ -29,7 +29,12 @@ def built(model_type: str) -> Any:
     """A small random model of 12 query and 12 K/V heads."""
     probe = Probe(model_type, families()[model_type].class_name)
     probe.fields |= {"num_attention_heads": HEADS, KV_HEADS: HEADS, "hidden_size": 192}
-    probe.settle()
+    try:
+        probe.settle()
+    except NotMeasuredError as error:
+        if transformers.__version__ == data()["transformers"]:
+            raise
+        pytest.skip(f"transformers {transformers.__version__} cannot build its own class: {error}")
     torch.manual_seed(0)
     model = probe.model("cpu")
     with torch.no_grad():
@@ -58,14 +63,15 @@ def test_a_family_converts(model_type: str, tmp_path: Path) -> None:
     weights = {name for name in changed if name.endswith(("k_proj.weight", "v_proj.weight"))}
     assert len(weights) == 2 * layers
     assert all(name.endswith(("k_proj.bias", "v_proj.bias")) for name in changed - weights)
-    state = model.state_dict()
+    overwritten = {}
     for name in changed:
         mean = reference.mean_heads(before[name].double().unflatten(0, (HEADS, -1)).numpy(), KV)
         assert torch.equal(after[name], torch.from_numpy(mean).float().reshape(after[name].shape))
-        overwritten = reference.repeat_heads(mean, HEADS)
-        state[name].copy_(torch.from_numpy(overwritten).reshape(state[name].shape))
-    pooled = getattr(transformers, type(model).__name__).from_pretrained(tmp_path / "out").eval()
-    torch.testing.assert_close(logits(pooled), logits(model), rtol=1e-4, atol=1e-4)
+        overwritten[name] = torch.from_numpy(reference.repeat_heads(mean, HEADS)).float().reshape(before[name].shape)
+    tiny.rewrite(tmp_path / "source", overwritten)
+    pooled, mha = (type(model).from_pretrained(tmp_path / folder).eval() for folder in ("out", "source"))
+    torch.testing.assert_close(logits(pooled), logits(mha), rtol=1e-4, atol=1e-4)
+    assert (logits(mha) - logits(model)).abs().max() > 1e-2, "pooling must show"
 
 
 def test_there_are_many_and_the_named_ones_among_them() -> None:
