@@ -16,7 +16,8 @@ test: $(VENV)/.installed-test
 quality: $(VENV)/.installed-quality
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/types && $(INSTALL) --no-deps --upgrade --target build/types .
+	rm -rf build/types && mkdir -p build/types && cp -r src/headpool build/types/
+	cp -r convert uptrain eval build/types/headpool/
 	MYPYPATH=build/types $(BIN)/mypy --python-executable $(BIN)/python -p headpool
 	$(BIN)/codespell
 

@@ -51,7 +51,7 @@ class Check:
             "OMP_NUM_THREADS": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "headpool.convert.check", str(config), str(weights)],
+            [sys.executable, "-P", "-m", "headpool.convert.check", str(config), str(weights)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -10,6 +10,7 @@ from headpool.convert.pool import APPLY, Setting, round_once
 from headpool.convert.shards import Job, Move
 from headpool.convert.transfer import BLOCK, PIECE, Buffers, Writer, piece_of
 from headpool.errors import RequestError
+from headpool.headers import FLOAT_DTYPES
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -19,7 +20,6 @@ def run(task: Unit | Move, job: Job, buffers: Buffers) -> None:
 
     Raises RequestError naming a tensor that holds NaN or infinity, or that does not fit the output dtype.
     """
-    torch.set_num_threads(1)  # the job's workers are what is parallel; helpers of theirs would only spin
     if isinstance(task, Unit):
         _convert(task, job, buffers)
     else:
@@ -29,7 +29,8 @@ def run(task: Unit | Move, job: Job, buffers: Buffers) -> None:
 def _convert(unit: Unit, job: Job, buffers: Buffers) -> None:
     plan = job.plan
     names = [name for part in unit.parts for name in plan.layout.names(unit.layer, part) if name in job.outputs]
-    setting = Setting(unit.layer, job.seed, plan.initializer_range, TORCH[job.outputs[names[0]][1].dtype])
+    dtype = TORCH[FLOAT_DTYPES[plan.output_dtype]] if plan.output_dtype else None
+    setting = Setting(unit.layer, job.seed, plan.initializer_range, dtype)
     weights = plan.layout.read(_Tensors(job, buffers), unit.layer, unit.parts)
     converted = plan.layout.write(APPLY[plan.method.name](weights, unit.kv_heads, setting), unit.layer)
     for name in names:
@@ -70,7 +71,7 @@ def _cast(move: Move, job: Job, buffers: Buffers) -> None:
     assert move.cast is not None
     piece = job.reader(move.path).read(move.begin, move.count, buffers)
     values = _rounded(_tensor(piece.view, move.cast.source.dtype), move.cast)
-    job.writers[move.file].write(move.to, piece_of(_bytes(values), move.to % BLOCK, buffers))
+    job.writers[move.file].write(move.to, piece_of(_bytes(values), move.to % BLOCK, buffers), buffers)
     job.advance(move.count)
 
 
@@ -79,7 +80,7 @@ def _write(tensor: Tensor, writer: Writer, output: OutputTensor, buffers: Buffer
     to = output.offset
     for values in torch.split(tensor.contiguous().flatten(), PIECE // tensor.element_size()):
         view = _bytes(_rounded(values, output))
-        writer.write(to, piece_of(view, to % BLOCK, buffers))
+        writer.write(to, piece_of(view, to % BLOCK, buffers), buffers)
         to += len(view)
 
 

@@ -100,6 +100,8 @@ class Separate:
                 tensors[weight] = w.transpose(0, 1).flatten(1) if part == "o" else w.flatten(0, 1)
             if b is not None:
                 tensors[bias] = b.flatten()
+        if weights.key_norm is not None:
+            tensors[self.tensor(layer, self.key_norm)] = weights.key_norm
         tensors |= {self.tensor(layer, suffix): tensor for suffix, tensor in weights.per_query_head.items()}
         return tensors
 
@@ -156,7 +158,7 @@ def _check_shapes(tensors: Mapping[str, TensorRecord], layout: Separate, index: 
     rows: dict[Part, int] = {"q": q_rows, "k": kv_rows, "v": kv_rows, "o": hidden}
     for part in PARTS:
         weight, bias = layout.names(index, part)
-        if weight not in tensors:
+        if weight not in tensors and (part in ("q", "o") or layer.shares is None):
             raise RequestError(f"tensor {weight!r} is missing from the weights")
         columns = q_rows if part == "o" else hidden
         for name, expected in ((weight, (rows[part], columns)), (bias, (rows[part],))):

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +14,8 @@ from headpool.convert.methods import METHODS, Method
 from headpool.convert.transfer import BLOCK
 from headpool.errors import RequestError
 from headpool.geometry import Layer
-from headpool.headers import BITS, FLOATS, TensorRecord
+from headpool.headers import BITS, FLOAT_DTYPES, FLOATS, TensorRecord
 from headpool.jsonpatch import patch_json
-
-DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""What --dtype takes, in safetensors' words."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +116,13 @@ def plan_conversion(
     family = families.family_of(source.config, source.tensors)
     if method not in METHODS:
         raise RequestError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
-    if dtype is not None and dtype not in DTYPES:
-        raise RequestError(f"unknown dtype {dtype!r}; there are {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        raise RequestError(f"unknown dtype {dtype!r}; there are {', '.join(FLOAT_DTYPES)}")
     before = geometry.layers(source.config)
     after = geometry.regroup(before, kv_heads)
     _refuse_quantized(source)
     layout = find_layout(source.tensors, source.config, family, before)
-    units = tuple(_units(METHODS[method], before, after))
+    units = tuple(_units(METHODS[method], layout, source.tensors, before, after))
     return Plan(
         source=source,
         method=METHODS[method],
@@ -133,25 +131,39 @@ def plan_conversion(
         before=before,
         after=after,
         units=units,
-        shards=tuple(_shards(source, _declare(layout, units, source), DTYPES.get(dtype or ""), max_shard_size)),
+        shards=tuple(_shards(source, _declare(layout, units, source), FLOAT_DTYPES.get(dtype or ""), max_shard_size)),
         config_text=patch_json(source.config_text, _config_changes(source, kv_heads, units, dtype)),
         initializer_range=families.get(source.config, family, "initializer_range") or 0.02,
         output_dtype=dtype,
     )
 
 
+_QUANTIZED = re.compile(
+    r".*(qweight|qzeros|g_idx|SCB|absmax|quant_map|quant_state.*|weight_packed|weight_scale\w*|_scale_inv)"
+)
+"""What quantizers (GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8) name the tensors that they add."""
+
+
 def _refuse_quantized(source: Source) -> None:
     for record in source.tensors.values():
-        if record.dtype.startswith(("F8", "F6", "F4")):
+        narrow = record.name.endswith(".weight") and record.dtype not in FLOATS
+        if narrow or record.dtype.startswith(("F8_", "F6_", "F4")) or _QUANTIZED.fullmatch(record.name):
             raise RequestError(
-                f"tensor {record.name!r} is {record.dtype}: a quantized checkpoint; convert the unquantized one"
+                f"tensor {record.name!r} ({record.dtype}) is of a quantized checkpoint; convert the unquantized one"
             )
 
 
-def _units(method: Method, before: tuple[Layer, ...], after: tuple[Layer, ...]) -> Iterator[Unit]:
+def _units(
+    method: Method,
+    layout: Separate,
+    tensors: Mapping[str, TensorRecord],
+    before: Sequence[Layer],
+    after: Sequence[Layer],
+) -> Iterator[Unit]:
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
-        if old.kv_heads != new.kv_heads and old.shares is None:
-            yield from (Unit(index, parts, new.kv_heads) for parts in method.units)
+        for parts in method.units if old.kv_heads != new.kv_heads else ():
+            if layout.names(index, parts[0])[0] in tensors:  # a layer that shares another's K/V may have none
+                yield Unit(index, parts, new.kv_heads)
 
 
 def _declare(layout: Separate, units: tuple[Unit, ...], source: Source) -> dict[str, tuple[int, ...]]:

@@ -15,14 +15,14 @@ from headpool.convert.layouts import AttentionWeights, Part
 
 @dataclass(frozen=True)
 class Setting:
-    """What a method may know beyond the weights: the layer's number, the run's seed, the model's initializer_range,
-    and the
-    dtype in which the result is stored."""
+    """What a method may know beyond the weights: the layer's number, the run's seed, the model's initializer_range, and
+    the dtype in which the result is stored (None: each tensor's own).
+    """
 
     layer: int
     seed: int
     initializer_range: float
-    dtype: torch.dtype
+    dtype: torch.dtype | None
 
 
 def mean_heads(heads: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -49,7 +49,7 @@ def first_heads(heads: Tensor, kv_heads: int) -> Tensor:
 
 
 def _mean(weights: AttentionWeights, kv_heads: int, setting: Setting) -> AttentionWeights:
-    return _map_heads(weights, lambda heads: mean_heads(heads, kv_heads, setting.dtype))
+    return _map_heads(weights, lambda heads: mean_heads(heads, kv_heads, setting.dtype or heads.dtype))
 
 
 def _first(weights: AttentionWeights, kv_heads: int, setting: Setting) -> AttentionWeights:
@@ -115,5 +115,5 @@ def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
     missed = values - nearest
     bits = nearest.view(torch.int32)
     bits -= (missed * values < 0).int()
-    bits |= (missed != 0).int()
+    bits |= (missed.abs() > 0).int()  # false for infinities, whose difference is NaN
     return nearest.to(dtype)

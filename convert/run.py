@@ -129,12 +129,9 @@ def _write(plan: Plan, out: Path, *, overwrite: bool, seed: int, progress: Progr
 
 
 def _copy_sidecars(source: Source, staging: Path) -> None:
-    for relative in source.sidecars():
-        (staging / relative).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source.directory / relative, staging / relative)
-    card = source.directory / "README.md"
-    if card.is_file():
-        shutil.copyfile(card, staging / "SOURCE_README.md")
+    for name, copy in source.sidecars().items():
+        (staging / copy).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source.directory / name, staging / copy)
 
 
 def _judge(report: Report, source: Source) -> tuple[str, ...]:
@@ -173,4 +170,9 @@ def provenance(plan: Plan, seed: int) -> dict[str, Any]:
 
 def _peak_rss_bytes() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
-    return unit * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    peak, check = (resource.getrusage(who).ru_maxrss * unit for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux's ru_maxrss begins with what the process that started this one had
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        peak = int(lines["VmHWM"].split()[0]) * 1024
+    return max(peak, check)

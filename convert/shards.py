@@ -2,6 +2,7 @@
 
 import contextlib
 import queue
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -52,6 +53,7 @@ class Job:
         self._progress = progress
         self._done, self._total = 0, sum(record.nbytes for record in plan.source.tensors.values())
         self._stop = threading.Event()
+        _allow_open_files(4 * len(plan.shards) + 64)
         self.writers = {shard.file: self._stack.enter_context(Writer(staging / shard.file)) for shard in plan.shards}
         self.outputs = {
             t.name: (self.writers[shard.file], t) for shard in plan.shards for t in shard.tensors if t.computed
@@ -79,6 +81,14 @@ class Job:
 
     def stop(self) -> None:
         self._stop.set()
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit where it can be: every file is open twice."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        limit = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def write_headers(plan: Plan, staging: Path) -> None:
@@ -145,7 +155,7 @@ def _work(tasks: "queue.SimpleQueue[Move | Unit]", job: Job) -> None:
 
 def _copy(move: Move, job: Job, buffers: Buffers) -> None:
     piece = job.reader(move.path).read(move.begin, move.count, buffers)
-    job.writers[move.file].write(move.to, piece)
+    job.writers[move.file].write(move.to, piece, buffers)
     job.advance(move.count)
 
 

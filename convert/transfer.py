@@ -39,9 +39,9 @@ class Piece:
     def view(self) -> memoryview:
         return memoryview(self.buffer)[self.phase : self.phase + self.count]
 
-    def shifted(self, phase: int) -> "Piece":
+    def shifted(self, phase: int, buffers: "Buffers") -> "Piece":
         """The same bytes at another distance from a block's start."""
-        return self if phase == self.phase else piece_of(self.view, phase, Buffers())
+        return self if phase == self.phase else piece_of(self.view, phase, buffers)
 
 
 class Buffers:
@@ -149,26 +149,33 @@ class Writer(_File):
         self._kept: list[tuple[int, bytes]] = []
         self._lock = threading.Lock()
 
-    def write(self, to: int, piece: Piece) -> None:
+    def write(self, to: int, piece: Piece, buffers: Buffers) -> None:
         """Put a piece's bytes at offset `to`.
 
         Direct and cached writes to neighbouring blocks at one time are not safe on every file system: what does not
         fill a block is kept for `flush`.
         """
-        if self._direct is None:
-            _write_all(self._plain, to, piece.view)
-            return
         head = min(-to % BLOCK, piece.count)
         tail = head + (piece.count - head) // BLOCK * BLOCK
-        view = piece.shifted(to % BLOCK).view if tail > head else piece.view
+        if self._direct is not None and tail > head:
+            piece = piece.shifted(to % BLOCK, buffers)
+        if not self._write_direct(to + head, piece.view[head:tail]):
+            _write_all(self._plain, to, piece.view)
+            return
+        with self._lock:
+            self._kept += [(to, bytes(piece.view[:head])), (to + tail, bytes(piece.view[tail:]))]
+
+    def _write_direct(self, to: int, blocks: memoryview) -> bool:
+        """Write whole blocks; false where the file system refuses that."""
+        if self._direct is None:
+            return False
         try:
-            _write_all(self._direct, to + head, view[head:tail])
+            _write_all(self._direct, to, blocks)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            head = tail = piece.count
-        with self._lock:
-            self._kept += [(to, bytes(view[:head])), (to + tail, bytes(view[tail:]))]
+            return False
+        return True
 
     def flush(self) -> None:
         """Write what was kept, and have everything on the disk. Only when no other thread writes any more."""

@@ -373,15 +373,10 @@ def candidate_rules(probe: Probe) -> Iterator[dict[str, Any]]:
 def render() -> str:
     """The data file: one family a line."""
     measured, others = entries()
-    lines = ",\n".join(
-        f"    {json.dumps(name)}: {json.dumps(entry, sort_keys=True)}" for name, entry in measured.items()
-    )
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(one, sort_keys=True)}" for name, one in measured.items())
     rest = ",\n".join(f"    {json.dumps(reason)}: {json.dumps(names)}" for reason, names in sorted(others.items()))
-    parts = (
-        f'  "transformers": {json.dumps(transformers.__version__)}',
-        f'  "families": {{\n{lines}\n  }}',
-        f'  "others": {{\n{rest}\n  }}',
-    )
+    version = json.dumps(transformers.__version__)
+    parts = (f'  "transformers": {version}', f'  "families": {{\n{lines}\n  }}', f'  "others": {{\n{rest}\n  }}')
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -392,13 +387,11 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     text = render()
-    if check:
-        current = TARGET.read_text(encoding="utf-8") == text
-        print(f"{TARGET.name} is {'current' if current else 'stale: run python tools/class_defaults.py'}")
-        return 0 if current else 1
-    TARGET.write_text(text, encoding="utf-8")
-    print(f"wrote {TARGET.name}")
-    return 0
+    if not check:
+        TARGET.write_text(text, encoding="utf-8")
+    current = TARGET.read_text(encoding="utf-8") == text
+    print(f"{TARGET.name} is {'current' if current else 'stale: run python tools/class_defaults.py'}")
+    return int(not current)
 
 
 if __name__ == "__main__":

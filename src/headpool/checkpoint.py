@@ -3,13 +3,15 @@
 import fnmatch
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headpool import headers
+from headpool import families, headers, hub
 from headpool.errors import RequestError
 from headpool.headers import TensorRecord
 
@@ -19,13 +21,17 @@ PROVENANCE = "headpool.json"
 SIDECARS = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "generation_config.json", "preprocessor_config.json",
-    "processor_config.json", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "COPYING*", "COPYRIGHT*",
+    "processor_config.json", "licen[cs]e*", "notice*", "use_policy*", "copying*", "copyright*",
 )  # fmt: skip
-"""Files that travel with a checkpoint, copied byte for byte. Weights of other formats and code do not."""
+"""Files that travel with a checkpoint, copied byte for byte, by lower-case patterns. Weights of other formats and code
+do not.
+"""
 
-_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_WEIGHT_FILES = _SAFETENSORS + _PICKLES
+CARD, SOURCE_CARD = "README.md", "SOURCE_README.md"
+
+_OUTPUT_EMBEDDING = re.compile(r"(.*\.)?(lm_head|embed_out|output_projection)\.weight")
+"""The tensor that models with tied embeddings share with their input embedding, and do not store."""
+
 _FOREIGN = {
     "adapter_config.json": "an adapter; merge it into its base model first (peft: merge_and_unload, save_pretrained)",
     "*.gguf": "GGUF weights; convert the checkpoint that they were made from",
@@ -38,7 +44,8 @@ _FOREIGN = {
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to read. `model` is what the user typed, `directory` where its files lie on this machine.
+    """A checkpoint to read. `model` is what the user typed, `directory` where its files lie on this machine, `revision`
+    the commit of one that came from the hub.
 
     `shards` maps each weight file's name to its tensors in the order of their bytes; it is empty where there are no
     weights and none were demanded.
@@ -69,14 +76,15 @@ class Source:
         ]
         return hashlib.sha256(json.dumps([self.config_text, layout]).encode()).hexdigest()
 
-    def sidecars(self) -> list[Path]:
-        """The files to copy, relative to the directory; an own card is copied under another name by who writes."""
-        return [
-            path.relative_to(self.directory)
-            for path in sorted([*self.directory.iterdir(), *self.directory.glob("*chat_templates/*")])
-            if path.is_file()
-            and (path.parent != self.directory or any(fnmatch.fnmatchcase(path.name, one) for one in SIDECARS))
-        ]
+    def sidecars(self) -> dict[Path, Path]:
+        """The files to copy, relative to the directory, and where they go: the source's card under another name."""
+        names = [path.relative_to(self.directory) for path in sorted(self.directory.glob("*chat_templates/*"))]
+        for path in sorted(self.directory.iterdir()):
+            if path.is_file() and any(fnmatch.fnmatchcase(path.name.lower(), pattern) for pattern in SIDECARS):
+                names.append(Path(path.name))
+        copies = {name: name for name in names}
+        card = next((Path(name) for name in (CARD, SOURCE_CARD) if (self.directory / name).is_file()), None)
+        return copies if card is None else copies | {card: Path(SOURCE_CARD)}
 
 
 def open_source(model: str, revision: str | None = None, *, weights: bool = True) -> Source:
@@ -87,10 +95,11 @@ def open_source(model: str, revision: str | None = None, *, weights: bool = True
     """
     directory = locate(model, revision, weights=weights)
     config_text, config = read_config(directory)
-    shards = _read_shards(directory)
+    shards = _without_aliases(_read_shards(directory), config)
     if weights and not shards:
         raise RequestError(_no_weights(directory, model))
-    return Source(model, revision, directory, config_text, config, shards)
+    on_hub = directory != Path(model)
+    return Source(model, directory.name if on_hub else None, directory, config_text, config, shards)
 
 
 def read_config(directory: Path) -> tuple[str, dict[str, Any]]:
@@ -106,17 +115,20 @@ def read_config(directory: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _read_shards(directory: Path) -> dict[str, tuple[TensorRecord, ...]]:
-    """The weight files by transformers' own order of preference: one file before shards, safetensors before pickles."""
-    found = next((name for name in _WEIGHT_FILES if (directory / name).is_file()), None)
-    if found is None:
-        return {}
-    read = headers.read_safetensors_header if found in _SAFETENSORS else headers.read_pickle_header
-    if not found.endswith(".index.json"):
-        return {found: read(directory / found)}
-    return _read_sharded(directory, found, read)
+    for (single, index), read in zip(headers.WEIGHT_FILES, _READERS, strict=True):
+        if (directory / single).is_file():
+            return {single: read(directory / single)}
+        if (directory / index).is_file():
+            return _read_sharded(directory, index, read)
+    return {}
 
 
-def _read_sharded(directory: Path, index: str, read: Any) -> dict[str, tuple[TensorRecord, ...]]:
+_READERS = (headers.read_safetensors_header, headers.read_pickle_header)
+
+
+def _read_sharded(
+    directory: Path, index: str, read: Callable[[Path], tuple[TensorRecord, ...]]
+) -> dict[str, tuple[TensorRecord, ...]]:
     weight_map = headers.read_index(directory / index)
     shards: dict[str, tuple[TensorRecord, ...]] = {}
     for file in sorted(set(weight_map.values())):
@@ -125,7 +137,7 @@ def _read_sharded(directory: Path, index: str, read: Any) -> dict[str, tuple[Ten
         shards[file] = read(directory / file)
     held = {record.name: file for file, records in shards.items() for record in records}
     for name, file in weight_map.items():
-        if held.get(name) != file and read is headers.read_safetensors_header:
+        if held.get(name) != file:
             raise RequestError(f"{index} places tensor {name!r} in {file}, which does not hold it")
     stray = next((name for name in held if name not in weight_map), None)
     if stray is not None:
@@ -135,11 +147,30 @@ def _read_sharded(directory: Path, index: str, read: Any) -> dict[str, tuple[Ten
     return shards
 
 
+def _without_aliases(
+    shards: dict[str, tuple[TensorRecord, ...]], config: Mapping[str, Any]
+) -> dict[str, tuple[TensorRecord, ...]]:
+    """Without the output embedding where it is the input embedding's bytes by another name and the config ties them.
+
+    Only pickles hold such aliases. Where nothing is tied, the same bytes are two tensors.
+    """
+    family = families.families().get(str(config.get("model_type")))
+    tied = families.get(config, family, "tie_word_embeddings") if family else config.get("tie_word_embeddings", True)
+    places = Counter((record.path, record.offset) for records in shards.values() for record in records)
+
+    def is_alias(record: TensorRecord) -> bool:
+        return places[record.path, record.offset] > 1 and _OUTPUT_EMBEDDING.fullmatch(record.name) is not None
+
+    if not tied:
+        return shards
+    return {file: tuple(record for record in records if not is_alias(record)) for file, records in shards.items()}
+
+
 def _no_weights(directory: Path, model: str) -> str:
     for pattern, what in _FOREIGN.items():
         if any(directory.glob(pattern)):
             return f"{model} holds {what}"
-    return f"{model}: no weights there (looked for {', '.join(_WEIGHT_FILES)})"
+    return f"{model}: no weights there (looked for {', '.join(name for pair in headers.WEIGHT_FILES for name in pair)})"
 
 
 def locate(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -154,27 +185,10 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
         raise RequestError(f"{model} is a file; a checkpoint directory or a hub id is needed")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
         raise RequestError(f"no such directory: {model}")
-    return _download(model, revision, weights)
+    patterns = ("config.json", CARD, SOURCE_CARD, "adapter_config.json", *_any_case(SIDECARS), "*chat_templates/*")
+    return hub.download(model, revision, patterns, weights=weights)
 
 
-def _download(model: str, revision: str | None, weights: bool) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    def fetch(*patterns: str) -> Path:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
-
-    try:
-        directory = fetch("config.json", "README.md", "adapter_config.json", *SIDECARS, "*chat_templates/*")
-        if weights:
-            directory = fetch("model*.safetensors", "model.safetensors.index.json")
-            if not any((directory / name).is_file() for name in _SAFETENSORS):
-                directory = fetch("pytorch_model*.bin", "pytorch_model.bin.index.json")
-    except errors.GatedRepoError as error:
-        raise RequestError(f"{model} is gated: accept its licence on its page and log in (hf auth login)") from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise RequestError(f"no such directory, and no such model on the hub: {model}") from error
-    except errors.RevisionNotFoundError as error:
-        raise RequestError(f"{model} has no revision {revision!r}") from error
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
-        raise RequestError(f"no such directory, and the hub cannot be reached: {model}") from error
-    return directory
+def _any_case(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Lower-case patterns, and the same in capitals and with a capital: the hub's own matching minds the case."""
+    return tuple(form for one in patterns for form in dict.fromkeys((one, one.upper(), one.capitalize())))

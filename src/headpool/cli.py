@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -112,6 +113,9 @@ def convert(
 
     Example: headpool convert meta-llama/Llama-2-7b-hf llama-2-7b-gqa8 --kv-heads 8
     """
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # conversion has threads of its own; helpers of torch's would only spin
     from headpool.convert.run import convert_checkpoint
     from headpool.geometry import parse_size
     from headpool.progress import Progress
@@ -226,6 +230,7 @@ def recipes(context: typer.Context, as_json: Json = False) -> None:
 @recipes_app.command()
 def copy(
     name: Annotated[str, typer.Argument(help="A name that `headpool recipes` lists.", show_default=False)],
+    as_json: Json = False,
 ) -> None:
     """Copy a recipe, with the data that it brings, into the current folder.
 
@@ -233,7 +238,8 @@ def copy(
     """
     from headpool.recipe import copy_recipe
 
-    typer.echo(f"copied to {copy_recipe(name, Path.cwd())}")
+    path = copy_recipe(name, Path.cwd())
+    _show(f"copied to {path}", {"recipe": str(path)}, as_json)
 
 
 @contextlib.contextmanager

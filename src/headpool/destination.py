@@ -48,67 +48,77 @@ def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
     written and HeadpoolError when the disk fills up.
     """
     target = out.resolve()
-    staging = target.parent / f".{target.name}.partial"
-    with _reporting_os_errors(out):
-        created = _make_parents(target.parent)
-        lock = _claim(staging, out)
+    staging, replaced = (target.parent / f".{target.name}.{state}" for state in ("partial", "replaced"))
+    created = [one for one in (target.parent, *target.parent.parents) if not one.exists()]
+    lock = None
     try:
         with _reporting_os_errors(out):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            lock = _claim(staging, out)
+            if replaced.exists() and not target.exists():  # killed between the two renames: it was not replaced yet
+                replaced.rename(target)
             yield staging
             _sync_tree(staging)
-            _publish(staging, target, overwrite=overwrite)
+            _publish(staging, target, replaced, overwrite=overwrite)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        with contextlib.suppress(OSError, RequestError):
+            lock = lock if lock is not None else _claim(staging, out)
+            shutil.rmtree(staging)
         for directory in created:
             with contextlib.suppress(OSError):
                 directory.rmdir()
         raise
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
 def _claim(staging: Path, out: Path) -> int:
     """Make the staging directory empty and ours; returns the open, locked descriptor."""
-    while True:
-        staging.mkdir(exist_ok=True)
-        lock = os.open(staging, os.O_RDONLY)
-        try:
+    lock = None
+    try:
+        while lock is None or not _is_same(lock, staging):  # another process may have renamed what was locked
+            staging.mkdir(exist_ok=True)
+            if lock is not None:
+                os.close(lock)
+            lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        for entry in staging.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except BaseException as error:
+        if lock is not None:
             os.close(lock)
+        if isinstance(error, BlockingIOError):
             raise RequestError(f"another process is writing {out}") from None
-        try:
-            ours = os.path.samestat(os.fstat(lock), staging.stat())
-        except FileNotFoundError:
-            ours = False
-        if ours:
-            break
-        os.close(lock)
-    for entry in staging.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+        raise
     return lock
 
 
-def _publish(staging: Path, target: Path, *, overwrite: bool) -> None:
+def _is_same(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _publish(staging: Path, target: Path, replaced: Path, *, overwrite: bool) -> None:
+    """Rename; what is replaced is set aside first, and put back when that fails."""
     if target.exists() and not overwrite:
         raise RequestError(f"{target} appeared while it was being written; pass --overwrite to replace it")
-    replaced = target.parent / f".{target.name}.replaced"
-    if target.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        target.rename(replaced)
-    staging.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
+    try:
+        if target.exists():
+            target.rename(replaced)
+        staging.rename(target)
+    except BaseException:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        raise
     _sync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _make_parents(directory: Path) -> list[Path]:
-    """Create a directory with its parents; returns those that were not there, innermost first."""
-    missing = [one for one in (directory, *directory.parents) if not one.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    return missing
 
 
 def _nearest_existing(path: Path) -> Path:
@@ -128,6 +138,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+_REFUSALS = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EISDIR,
+)  # fmt: skip
+
+
 @contextlib.contextmanager
 def _reporting_os_errors(out: Path) -> Iterator[None]:
     """Turn the operating system's refusals into the one line that a user needs."""
@@ -135,7 +150,9 @@ def _reporting_os_errors(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise HeadpoolError(f"the disk filled up while writing {out}; nothing was left behind") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST):
+            raise HeadpoolError(
+                f"the disk filled up while writing {out}; what there was before is untouched"
+            ) from error
+        if error.errno in _REFUSALS:
             raise RequestError(f"{out} cannot be written ({error.strerror}: {error.filename})") from error
         raise HeadpoolError(f"writing {out} failed: {error}") from error

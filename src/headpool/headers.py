@@ -8,6 +8,7 @@ JSON object, then the tensors' bytes without gaps).
 import json
 import math
 import os
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,25 @@ BITS = {
 }  # fmt: skip
 """Size of an element in bits, by safetensors' dtype names."""
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""The dtypes whose tensors can be pooled or cast."""
+FLOAT_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""The dtypes of tensors that can be pooled or cast, by PyTorch's names and in safetensors' words."""
+
+FLOATS = tuple(FLOAT_DTYPES.values())
+
+WEIGHT_FILES = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""One file or the index of several, in transformers' own order of preference."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own limit."""
 
-TORCH_DTYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
+MAX_RANK = 64
+"""More dimensions than PyTorch's tensors can have."""
+
+TORCH_DTYPES = FLOAT_DTYPES | {
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "complex64": "C64",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 """PyTorch's dtype names, without the `torch.` in front, in safetensors' words."""
@@ -115,22 +126,31 @@ def read_safetensors_header(path: Path) -> tuple[TensorRecord, ...]:
 
 
 def _record(path: Path, name: str, entry: Any, data_start: int) -> TensorRecord:
-    where = f"{path.name}: tensor {name!r}"
+    where = f"{path.name}: tensor {reprlib.repr(name)}"
+    if not name.isprintable():  # a lone surrogate, say, which no result could be written with
+        raise RequestError(f"{where}: its name holds characters that cannot be printed")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise RequestError(f"{where}: its entry must hold dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise RequestError(f"{where}: unknown dtype {dtype!r}")
+        raise RequestError(f"{where}: unknown dtype {reprlib.repr(dtype)}")
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise RequestError(f"{where}: shape {shape!r} and data_offsets {offsets!r} must be natural numbers")
+        raise RequestError(
+            f"{where}: shape {reprlib.repr(shape)} and data_offsets {reprlib.repr(offsets)} must be natural numbers, "
+            f"{MAX_RANK} at most"
+        )
     begin, end = offsets
     if math.prod(shape) * BITS[dtype] != 8 * (end - begin):
-        raise RequestError(f"{where}: {dtype} {shape} does not fill bytes {begin} to {end}")
+        raise RequestError(f"{where}: {dtype} {reprlib.repr(shape)} does not fill bytes {begin} to {end}")
     return TensorRecord(name, dtype, tuple(shape), path, data_start + begin)
 
 
 def _naturals(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return (
+        isinstance(values, list)
+        and len(values) <= MAX_RANK
+        and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    )
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -156,9 +176,8 @@ def read_pickle_header(path: Path) -> tuple[TensorRecord, ...]:
     """The tensors of a pytorch_model*.bin (torch.save's zip format), in the order of their bytes.
 
     Only the pickle of the archive is read, by PyTorch's restricted unpickler (`weights_only`) onto fake tensors; the
-    tensors' bytes are found by their offsets in the archive, where they lie uncompressed. An alias (the same bytes
-    under a second name) is left out. Raises RequestError for what that unpickler refuses, and for tensors that are not
-    stored row-major.
+    tensors' bytes are found by their offsets in the archive, where they lie uncompressed. Raises RequestError for what
+    that unpickler refuses, and for tensors that are not stored row-major.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -174,7 +193,7 @@ def read_pickle_header(path: Path) -> tuple[TensorRecord, ...]:
     if not isinstance(state, dict):
         raise RequestError(f"{file}: a dictionary of tensors was expected, found {type(state).__name__}")
     size = path.stat().st_size
-    records: dict[tuple[int, tuple[int, ...]], TensorRecord] = {}
+    records: list[TensorRecord] = []
     for name, tensor in state.items():
         where = f"{file}: tensor {name!r}"
         if not isinstance(tensor, torch.Tensor):
@@ -194,8 +213,8 @@ def read_pickle_header(path: Path) -> tuple[TensorRecord, ...]:
         )
         if record.offset + record.nbytes > size:
             raise RequestError(f"{where}: it ends at byte {record.offset + record.nbytes}, the file has {size}")
-        records.setdefault((record.offset, record.shape), record)
-    return tuple(sorted(records.values(), key=lambda record: record.offset))
+        records.append(record)
+    return tuple(sorted(records, key=lambda record: record.offset))
 
 
 def _check_archive(path: Path) -> None:

@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headpool import __version__
-from headpool.checkpoint import locate
+from headpool import __version__, families
+from headpool.checkpoint import PROVENANCE, locate, open_source
 from headpool.destination import staged
 from headpool.errors import RequestError
 from headpool.geometry import parse_size
 from headpool.progress import Progress
 from headpool.recipe import EvalSection, Recipe
+from headpool.text import read_texts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -58,10 +59,13 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Stage:
-    """A piece of a run: `run` makes `output` at one stroke from what `inputs` describes."""
+    """A piece of a run: `run` makes the directory `output` at one stroke from what `inputs` describes, with a file
+    `mark` in it by which it is known for ours.
+    """
 
     name: str
     output: Path
+    mark: str
     inputs: Mapping[str, Any]
     run: Callable[[], None]
 
@@ -73,30 +77,46 @@ class Stage:
 def run_recipe(recipe: Recipe, *, fresh: bool = False) -> RunResult:
     """Bring a recipe's output directory up to date, one stage after another.
 
-    A stage whose output exists is skipped when the fingerprint of its inputs and options is the one noted before it
-    began; otherwise what it made before is removed and it runs. So a killed run goes on where it was. `fresh` removes
-    every stage's output first.
+    A stage is skipped when its output is the one that was noted when it was finished, with the same fingerprint of
+    inputs and options; otherwise what it made before is removed and it runs. So a killed run goes on where it was.
+    `fresh` runs every stage.
 
-    Raises RequestError when the output directory holds a stage's output that no run of a recipe made, or when another
-    run is writing there.
+    Raises RequestError, before anything is written, for what is impossible or is not there, for an output that no run
+    made, and when another run is writing there.
     """
+    _check(recipe)
     root = Path(recipe.output)
     work = root / "work"
     with _locked(work):
-        results = []
-        for stage in _stages(recipe, root):
-            results.append(_bring_up_to_date(stage, work / f"{stage.name}.json", fresh=fresh))
+        results = [
+            _bring_up_to_date(stage, work / f"{stage.name}.json", fresh=fresh) for stage in _stages(recipe, root)
+        ]
     report = root / "report" / "report.json" if recipe.eval else None
     return RunResult(str(root), tuple(results), str(report) if report else None)
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse what a later stage would refuse only after an earlier one has worked for long."""
+    from headpool.convert.plan import plan_conversion
+
+    section = recipe.convert
+    source = open_source(recipe.model, recipe.revision)
+    plan_conversion(source, kv_heads=section.kv_heads, method=section.method, dtype=section.dtype)
+    if recipe.eval is not None:
+        limit = families.get(source.config, families.find_family(source.config), "max_position_embeddings")
+        if limit is not None and (recipe.eval.window or 0) > limit:
+            raise RequestError(f"window {recipe.eval.window} is larger than the {limit} positions of {recipe.model}")
+        read_texts(recipe.eval.data, recipe.eval.text_column, config=recipe.eval.data_config, split=recipe.eval.split)
 
 
 def _stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
     """The stages in order; each knows its inputs when its turn has come, since they may be an earlier one's output."""
     converted, report = root / "converted", root / "report"
-    original = {"model": fingerprint_of(locate(recipe.model, recipe.revision)), "revision": recipe.revision}
+    original = {"model": identity(locate(recipe.model, recipe.revision)), "revision": recipe.revision}
     yield Stage(
         "convert",
         converted,
+        PROVENANCE,
         {**original, "seed": recipe.seed, "options": recipe.convert.model_dump()},
         lambda: _convert(recipe, converted),
     )
@@ -104,11 +124,11 @@ def _stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
         data = Path(section.data)
         inputs = {
             **original,
-            "converted": fingerprint_of(converted),
-            "data": fingerprint_of(data) if data.exists() else section.data,
+            "converted": identity(converted),
+            "data": identity(data) if data.exists() else section.data,
             "options": section.model_dump(exclude={"data"}),
         }
-        yield Stage("eval", report, inputs, lambda: _evaluate(recipe, section, converted, report))
+        yield Stage("eval", report, "report.json", inputs, lambda: _evaluate(recipe, section, converted, report))
 
 
 def _convert(recipe: Recipe, out: Path) -> None:
@@ -132,7 +152,6 @@ def _convert(recipe: Recipe, out: Path) -> None:
 def _evaluate(recipe: Recipe, section: EvalSection, converted: Path, out: Path) -> None:
     from headpool.eval.evaluate import ModelSpec, evaluate
     from headpool.eval.report import write_report
-    from headpool.text import read_texts
 
     data = read_texts(section.data, section.text_column, config=section.data_config, split=section.split)
     models = [ModelSpec("baseline", recipe.model, recipe.revision), ModelSpec("model", str(converted))]
@@ -153,28 +172,32 @@ def _evaluate(recipe: Recipe, section: EvalSection, converted: Path, out: Path) 
 
 def _bring_up_to_date(stage: Stage, note: Path, *, fresh: bool) -> StageResult:
     begin = time.perf_counter()
-    if stage.output.exists() and not note.exists():
-        raise RequestError(f"{stage.output} exists and was not made by a run; remove it or choose another output")
-    if not fresh and stage.output.exists() and _read_note(note) == stage.fingerprint:
-        return StageResult(stage.name, 0.0, skipped=True)
+    old = note.with_suffix(".old")
+    shutil.rmtree(old, ignore_errors=True)
     if stage.output.exists():
-        shutil.rmtree(stage.output)
-    partial = note.with_suffix(".partial")
-    partial.write_text(json.dumps({"fingerprint": stage.fingerprint}) + "\n", encoding="utf-8")
-    partial.replace(note)
+        finished = {"fingerprint": stage.fingerprint, "output": identity(stage.output)}
+        if not fresh and _read_note(note) == finished:
+            return StageResult(stage.name, 0.0, skipped=True)
+        if not (stage.output / stage.mark).is_file():
+            raise RequestError(f"{stage.output} exists and was not made by a run; remove it or choose another output")
+        stage.output.rename(old)  # a half-deleted directory must not pass for one that is whole
+        shutil.rmtree(old)
     stage.run()
+    partial = note.with_suffix(".partial")
+    finished = {"fingerprint": stage.fingerprint, "output": identity(stage.output)}
+    partial.write_text(json.dumps(finished) + "\n", encoding="utf-8")
+    partial.replace(note)
     return StageResult(stage.name, time.perf_counter() - begin, skipped=False)
 
 
-def _read_note(note: Path) -> str | None:
+def _read_note(note: Path) -> Any:
     try:
-        fingerprint: str | None = json.loads(note.read_text(encoding="utf-8")).get("fingerprint")
-    except (OSError, ValueError, AttributeError):
+        return json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
-    return fingerprint
 
 
-def fingerprint_of(path: Path) -> list[Any]:
+def identity(path: Path) -> list[list[str | int]]:
     """What identifies a file, or the files right inside a directory, without reading them: names, sizes, times."""
     files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]

@@ -7,23 +7,17 @@ nor transformers is imported.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headpool import checkpoint, families, geometry, headers
+from headpool import checkpoint, families, geometry, headers, hub
 from headpool.errors import RequestError
 from headpool.families import Family
 from headpool.geometry import Layer
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-
-FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""The dtypes of configs that a cache can have, in safetensors' words."""
 
 TUNED_GROUP_SIZES = (1, 2, 4, 8)
 
@@ -124,7 +118,7 @@ def plan(
     dtype = _dtype(config, shapes)
     sliding = [layer for layer in layers if layer.window is not None]
     weights = _Weights(shapes, family if reason is None else None, layers) if shapes else None
-    request = _Request(context, batch, memory, headers.BITS[FLOATS[dtype]] // 8)
+    request = _Request(context, batch, memory, headers.BITS[headers.FLOAT_DTYPES[dtype]] // 8)
     return Plan(
         model=str(model),
         model_type=family.model_type,
@@ -242,10 +236,11 @@ def _tensor_parallel(layers: Sequence[Layer], kv_heads: int, request: _Request) 
 def _dtype(config: Mapping[str, Any], shapes: Shapes | None) -> str:
     """The dtype of the cache, as a config names it: the config's, else that of most weights, else float32."""
     named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
-    if named in FLOATS:
+    if named in headers.FLOAT_DTYPES:
         return named
     held = {
-        name: sum(_nbytes(d, math.prod(s)) for d, s in (shapes or {}).values() if d == FLOATS[name]) for name in FLOATS
+        name: sum(_nbytes(d, math.prod(s)) for d, s in (shapes or {}).values() if d == headers.FLOAT_DTYPES[name])
+        for name in headers.FLOAT_DTYPES
     }
     most = max(held, key=lambda name: held[name])
     return most if held[most] else "float32"
@@ -259,7 +254,7 @@ def _read(model: str, revision: str | None) -> tuple[Mapping[str, Any], Shapes |
 
 
 def _read_directory(directory: Path) -> tuple[Mapping[str, Any], Shapes | None]:
-    if not any((directory / name).is_file() for name in SAFETENSORS):
+    if not any((directory / name).is_file() for name in headers.WEIGHT_FILES[0]):
         return checkpoint.read_config(directory)[1], None
     source = checkpoint.open_source(str(directory), weights=False)
     return source.config, {name: (record.dtype, record.shape) for name, record in source.tensors.items()}
@@ -269,38 +264,17 @@ def _read_hub(model: str, revision: str | None) -> tuple[Mapping[str, Any], Shap
     """From the hub: config.json, and the headers alone of weight files that are not on this machine."""
     from huggingface_hub import errors, get_safetensors_metadata, hf_hub_download
 
-    with _hub_errors(model, revision):
+    with hub.hub_errors(model, revision):
         directory = Path(hf_hub_download(model, "config.json", revision=revision)).parent
     config, shapes = _read_directory(directory)
     if shapes is not None:
         return config, shapes
     try:
-        with _hub_errors(model, revision):
+        with hub.hub_errors(model, revision):
             files = get_safetensors_metadata(model, revision=revision).files_metadata.values()
     except errors.NotASafetensorsRepoError:
         return config, None
     return config, {name: (str(info.dtype), tuple(info.shape)) for file in files for name, info in file.tensors.items()}
-
-
-@contextmanager
-def _hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """One clear line for whatever the hub's client raises; NotASafetensorsRepoError passes."""
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except errors.NotASafetensorsRepoError:
-        raise
-    except errors.GatedRepoError as error:
-        raise RequestError(f"{model} is gated: accept its licence on its page and log in (hf auth login)") from error
-    except errors.RemoteEntryNotFoundError as error:
-        raise RequestError(f"{model}: no config.json") from error
-    except errors.RevisionNotFoundError as error:
-        raise RequestError(f"{model} has no revision {revision!r}") from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise RequestError(f"no such directory, and no such model on the hub: {model}") from error
-    except Exception as error:  # the client's HTTP library, of either generation, raises errors of its own
-        raise RequestError(f"no such directory, and the hub cannot be reached: {model}") from error
 
 
 def format_bytes(count: float) -> str:

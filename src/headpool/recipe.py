@@ -5,15 +5,27 @@ import shutil
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headpool.errors import RequestError
+from headpool.geometry import parse_size
 
 Positive = Annotated[int, Field(ge=1)]
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
+
+
+def _size(text: str) -> str:
+    try:
+        parse_size(text)
+    except RequestError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+Size = Annotated[str, AfterValidator(_size)]
 
 
 class Section(BaseModel):
@@ -26,7 +38,7 @@ class ConvertSection(Section):
     kv_heads: Positive = Field(description="K/V heads per layer of the result")
     method: Literal["mean", "first", "random"] = Field("mean", description="how the heads of a group become one")
     dtype: Dtype | None = Field(None, description="dtype of the result; default: as the source")
-    max_shard_size: str | None = Field(None, description="such as 5GB; default: the source's division")
+    max_shard_size: Size | None = Field(None, description="such as 5GB; default: the source's division")
 
 
 class EvalSection(Section):
@@ -41,6 +53,12 @@ class EvalSection(Section):
     batch_size: Positive = Field(8, description="windows per forward pass")
     dtype: Dtype | None = Field(None, description="default: float32 on a CPU, the checkpoint's on a GPU")
     device: str | None = Field(None, description="such as cpu or cuda:0; default: a GPU where there is one")
+
+    @model_validator(mode="after")
+    def _stride_within_window(self) -> Self:
+        if self.window is not None and self.stride is not None and self.stride > self.window:
+            raise ValueError(f"stride {self.stride} is larger than window {self.window}: tokens would be left out")
+        return self
 
 
 class Recipe(Section):
@@ -160,6 +178,8 @@ def _explain(error: Any) -> str:
         return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
     if error["type"] == "missing":
         return f"missing key {key}"
+    if error["type"] == "value_error":
+        return f"{key}: {error['ctx']['error']}"
     return f"{key}: {error['msg'].lower()}, found {error['input']!r}"
 
 

@@ -1,7 +1,10 @@
 """The contract of a converted checkpoint, on real files: what changes, what does not, what the result computes."""
 
 import json
+import resource
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import transformers
 
 from headpool import reference
 from headpool.checkpoint import open_source
@@ -248,6 +252,106 @@ def test_pickled_sources_give_the_same_tensors(tmp_path: Path) -> None:
         assert {name: bytes_of(tensor) for name, tensor in tiny.tensors(out).items()} == expected
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("tied", [True, False])
+def test_aliases_in_pickles_are_written_as_the_class_stores_them(order: int, tied: bool, tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "source", "llama", tie_word_embeddings=tied)
+    held = {name: tensor for name, tensor in tiny.tensors(source).items() if name != "lm_head.weight"}
+    (source / "model.safetensors").unlink()
+    aliased = {**held, "lm_head.weight": held["model.embed_tokens.weight"]}
+    torch.save(dict(list(aliased.items())[::order]), source / "pytorch_model.bin")
+    result = convert_checkpoint(str(source), tmp_path / "out", kv_heads=4)
+    assert result.warnings == ()
+    assert ("lm_head.weight" in tiny.tensors(tmp_path / "out")) == (not tied)
+    assert "model.embed_tokens.weight" in tiny.tensors(tmp_path / "out")
+
+
+def test_float64_and_mixed_dtypes_keep_theirs(tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "source", "qwen2", dtype=torch.float64)
+    bias = "model.layers.0.self_attn.k_proj.bias"
+    tiny.rewrite(source, {bias: tiny.tensors(source)[bias].float()})
+    convert_checkpoint(str(source), tmp_path / "out", kv_heads=4)
+    before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
+    assert {name: tensor.dtype for name, tensor in after.items()} == {n: t.dtype for n, t in before.items()}
+    assert after[bias].dtype == torch.float32
+    mean = reference.mean_heads(by_head(before[bias], 12), 4)
+    assert torch.equal(after[bias], torch.from_numpy(mean).float().flatten())
+
+
+def test_layers_that_share_keys_and_values_may_have_none(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(
+        "gemma3n_text", num_hidden_layers=10, num_kv_shared_layers=5, num_attention_heads=8, num_key_value_heads=8,
+        hidden_size=64, head_dim=16, intermediate_size=64, vocab_size=128, vocab_size_per_layer_input=128,
+        hidden_size_per_layer_input=16, laurel_rank=8, activation_sparsity_pattern=[0.0] * 10, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "source")
+    result = convert_checkpoint(str(tmp_path / "source"), tmp_path / "out", kv_heads=2)
+    assert result.warnings == ()
+    changed = [
+        n for n, t in tiny.tensors(tmp_path / "out").items() if t.shape != tiny.tensors(tmp_path / "source")[n].shape
+    ]
+    assert {name.split("self_attn.")[1] for name in changed} == {"k_proj.weight", "v_proj.weight"}
+    assert len({name.split("layers.")[1].split(".")[0] for name in changed}) == result.pooled_tensors // 2 >= 5
+
+
+def test_licences_in_any_case_and_the_first_card_survive_a_second_conversion(tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "source", "llama")
+    for name in ("License.md", "license.txt", "Notice.txt", "LICENCE"):
+        (source / name).write_text(name)
+    (source / "README.md").write_text("the card")
+    convert_checkpoint(str(source), tmp_path / "4", kv_heads=4)
+    convert_checkpoint(str(tmp_path / "4"), tmp_path / "2", kv_heads=2)
+    for name in ("License.md", "license.txt", "Notice.txt", "LICENCE"):
+        assert (tmp_path / "2" / name).read_text() == name
+    assert (tmp_path / "2" / "SOURCE_README.md").read_text() == "the card"
+
+
+def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "source", "llama", max_shard_size="40KB")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 12, hard))
+    try:
+        convert_checkpoint(str(source), tmp_path / "out", kv_heads=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 12
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from crash import NoCheck
+from headpool.convert import run
+run.Check = NoCheck
+print(run.convert_checkpoint(sys.argv[2], Path(sys.argv[3]), kv_heads=4).peak_rss_bytes)
+"""
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """The operating system's peak for a fresh process, over checkpoints of equal width with 4 and 24 layers."""
+    peaks = {}
+    for layers in (4, 24):
+        source = tiny.checkpoint(
+            tmp_path / str(layers), "llama", num_hidden_layers=layers, hidden_size=768, head_dim=64,
+            intermediate_size=2048, max_shard_size="100MB", dtype=torch.bfloat16,
+        )  # fmt: skip
+        command = [
+            sys.executable,
+            "-c",
+            MEASURE,
+            str(tiny.ROOT / "tests"),
+            str(source),
+            str(tmp_path / f"{layers}-out"),
+        ]
+        peaks[layers] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    size = sum(file.stat().st_size for file in (tmp_path / "24").glob("*.safetensors"))
+    assert size > 300e6
+    assert peaks[24] < peaks[4] * 1.1
+
+
 def test_dry_run_writes_nothing(sources: dict[str, Path], tmp_path: Path) -> None:
     result = convert_checkpoint(str(sources["llama"]), tmp_path / "out", kv_heads=4, dry_run=True)
     assert list(tmp_path.iterdir()) == []
@@ -328,7 +432,7 @@ def test_the_seam_gives_back_what_it_took_and_heads_can_be_permuted(
         weights = layout.read(held, layer, PARTS)
         assert all(torch.equal(tensor, held[name]) for name, tensor in layout.write(weights, layer).items())
         assert len(layout.write(weights, layer)) == sum(
-            f"layers.{layer}.self_attn" in n and "norm" not in n for n in held
+            f"layers.{layer}.self_attn" in n and "q_norm" not in n for n in held
         )
         changes |= layout.write(_permuted(weights, order), layer)
     tiny.rewrite(permuted, {name: t.contiguous() for name, t in changes.items() if t is not None})

@@ -169,7 +169,7 @@ def test_an_index_that_lies_about_its_files(tmp_path: Path) -> None:
             {K1.replace("weight", "bias"): torch.zeros(95)},
             r"k_proj.bias' is \[95\], the config makes it \[96\]",
         ),
-        ({K1: torch.zeros(96, 96, dtype=torch.int8)}, f"'{K1}' is I8: a quantized projection"),
+        ({K1: torch.zeros(96, 96, dtype=torch.int8)}, f"'{K1}' .I8. is of a quantized checkpoint"),
         (
             {"model.layers.2.self_attn.k_proj.weight": torch.zeros(96, 96)},
             "belongs to layer 2, the config has 2 layers",
@@ -233,10 +233,27 @@ def test_models_that_cannot_be_converted(copy: Path, tmp_path: Path, changes: di
     refused(copy, tmp_path / "out", says)
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(64, 96, dtype=torch.int8)),
+        ("model.layers.0.mlp.up_proj.SCB", torch.zeros(64)),
+        ("model.layers.0.self_attn.q_proj.qweight", torch.zeros(12, 96, dtype=torch.int32)),
+        ("model.layers.0.mlp.up_proj.weight.absmax", torch.zeros(6, dtype=torch.uint8)),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.zeros(1, 1)),
+    ],
+)
+def test_quantized_weights_are_known_by_their_tensors(
+    copy: Path, tmp_path: Path, name: str, tensor: torch.Tensor
+) -> None:
+    tiny.rewrite(copy, {name: tensor})
+    refused(copy, tmp_path / "out", f"'{name}' .* is of a quantized checkpoint; convert the unquantized one")
+
+
 def test_float8_weights_are_quantized_weights(copy: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     tiny.rewrite(copy, {name: tiny.tensors(copy)[name].to(torch.float8_e4m3fn)})
-    refused(copy, tmp_path / "out", rf"tensor '{name}' is F8_E4M3: a quantized checkpoint")
+    refused(copy, tmp_path / "out", rf"tensor '{name}' \(F8_E4M3\) is of a quantized checkpoint")
 
 
 def test_destinations_that_would_harm(copy: Path, tmp_path: Path) -> None:
@@ -264,7 +281,7 @@ def test_a_disk_that_fills_up_leaves_nothing(copy: Path, tmp_path: Path) -> None
         refused(
             copy,
             tmp_path / "out",
-            "the disk filled up while writing .*nothing was left behind",
+            "the disk filled up while writing .*untouched",
             HeadpoolError,
         )
     finally:

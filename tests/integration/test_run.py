@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny
 
-from headpool.errors import RequestError
+from headpool.errors import HeadpoolError, RequestError
 from headpool.pipeline import run_recipe
 from headpool.recipe import Recipe, load_recipe
 
@@ -91,12 +91,45 @@ def test_what_a_run_did_not_make_is_not_removed(recipe: Path) -> None:
     assert (mine / "precious").exists()
 
 
-def test_impossible_recipes_leave_nothing_behind(recipe: Path) -> None:
-    with pytest.raises(RequestError, match="do not divide"):
-        run_recipe(load(recipe, "convert.kv_heads=5"))
-    assert not (recipe.parent / "out" / "converted").exists()
-    with pytest.raises(RequestError, match="no such directory"):
-        run_recipe(load(recipe, "model=./nowhere"))
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("convert.kv_heads=5", "do not divide"),
+        ("model=./nowhere", "no such directory"),
+        ("eval.data=nowhere.txt", "no such file: nowhere.txt"),
+        ("eval.window=4096", "window 4096 is larger than the 128 positions"),
+    ],
+)
+def test_impossible_recipes_leave_nothing_behind(recipe: Path, override: str, says: str) -> None:
+    before = sorted(recipe.parent.iterdir())
+    with pytest.raises(RequestError, match=says):
+        run_recipe(load(recipe, override))
+    assert sorted(recipe.parent.iterdir()) == before
+
+
+def test_what_a_failed_run_did_not_make_is_not_removed_later(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headpool import pipeline
+
+    def fail(*_: Any) -> None:
+        raise HeadpoolError("x")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "_convert", fail)
+        with pytest.raises(HeadpoolError):
+            run_recipe(load(recipe))
+    mine = recipe.parent / "out" / "converted"
+    mine.mkdir()
+    (mine / "precious").write_text("mine")
+    with pytest.raises(RequestError, match="was not made by a run"):
+        run_recipe(load(recipe))
+    assert (mine / "precious").exists()
+
+
+def test_an_output_that_was_tampered_with_is_made_again(recipe: Path) -> None:
+    run_recipe(load(recipe))
+    (recipe.parent / "out" / "converted" / "tokenizer.json").unlink()
+    assert skipped(load(recipe)) == [False, False]
+    assert (recipe.parent / "out" / "converted" / "tokenizer.json").exists()
 
 
 def test_a_second_run_is_refused_while_the_first_lives(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """A destination appears whole or not at all, and only one process writes it."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -81,8 +82,6 @@ with staged(Path({str(out)!r}), overwrite=False) as staging:
     ("error", "kind"), [("ENOSPC", HeadpoolError), ("EACCES", RequestError), ("EIO", HeadpoolError)]
 )
 def test_the_systems_refusals_become_one_line(tmp_path: Path, error: str, kind: type[HeadpoolError]) -> None:
-    import errno
-
     with pytest.raises(kind) as caught, staged(tmp_path / "out", overwrite=False):
         raise OSError(getattr(errno, error), os.strerror(getattr(errno, error)), "file")
     assert type(caught.value) is kind
@@ -116,3 +115,41 @@ def test_refuses_before_anything_is_written(tmp_path: Path) -> None:
         pass
     assert names(tmp_path) == ["file", "link", "source"]
     assert names(source) == []
+
+
+def test_a_replacement_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    rename = Path.rename
+
+    def full(self: Path, target: Path) -> Path:
+        if self.name == ".out.partial":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(HeadpoolError, match="the disk filled up"), staged(out, overwrite=True) as staging:
+        (staging / "new").write_text("new")
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["old"]
+
+
+def test_one_killed_between_its_two_renames_is_mended(tmp_path: Path) -> None:
+    (tmp_path / ".out.replaced").mkdir()
+    (tmp_path / ".out.replaced" / "old").write_text("old")
+    (tmp_path / ".out.partial").mkdir()
+    with pytest.raises(ValueError, match="x"), staged(tmp_path / "out", overwrite=True):
+        raise ValueError("x")
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["old"]
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").write_text("x")
+    (tmp_path / ".out.partial").symlink_to(victim)
+    with pytest.raises(RequestError, match="cannot be written"), staged(tmp_path / "out", overwrite=False):
+        pass
+    assert names(victim) == ["precious"]

@@ -204,13 +204,13 @@ def test_a_hub_id_is_planned_from_its_config_and_headers(tmp_path: Path, monkeyp
     assert plan.options[-1].parameters == 12 * 64 * 64 - 3 * 2 * 7 * 8 * 64
 
 
-def test_plan_reads_no_weights_imports_no_torch_and_takes_under_a_second() -> None:
+def test_plan_reads_no_weights_imports_no_torch_and_takes_under_a_second_of_a_core() -> None:
     code = f"""
-import builtins, sys, time
-start = time.perf_counter()
+import sys, time
+start = time.process_time()
 import headpool.geometry
 headpool.geometry.plan({str(tiny.QUICKSTART)!r})
-print(time.perf_counter() - start, sorted({{"torch", "transformers", "numpy"}} & set(sys.modules)))
+print(time.process_time() - start, sorted({{"torch", "transformers", "numpy"}} & set(sys.modules)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds, loaded = result.stdout.split(maxsplit=1)

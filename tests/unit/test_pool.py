@@ -121,6 +121,20 @@ def test_rounds_once(dtype: torch.dtype) -> None:
     check()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_infinities_stay_and_what_is_too_large_becomes_one(dtype: torch.dtype) -> None:
+    inf = float("inf")
+    values = torch.tensor([inf, -inf, 1e300, -1e300], dtype=torch.float64)
+    assert round_once(values, dtype).tolist() == [inf, -inf, inf, -inf]
+
+
+def test_each_tensor_keeps_its_own_dtype() -> None:
+    weights = AttentionWeights(k=torch.randn(4, 2, 8).bfloat16(), bias_k=torch.randn(4, 2))
+    made = APPLY["mean"](weights, 2, replace(SETTING, dtype=None))
+    assert made.k is not None and made.k.dtype == torch.bfloat16
+    assert made.bias_k is not None and made.bias_k.dtype == torch.float32
+
+
 def test_rounding_by_way_of_float32_would_miss() -> None:
     value = 1 + 2.0**-8 + 2.0**-40  # just above the middle between two bfloat16 neighbours
     x = torch.tensor([value], dtype=torch.float64)

@@ -71,6 +71,18 @@ def test_all_errors_are_reported_together(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (["eval.window=8", "eval.stride=9"], "eval: stride 9 is larger than window 8"),
+        (["convert.max_shard_size=much"], "convert.max_shard_size: .*much"),
+    ],
+)
+def test_values_that_do_not_go_together(recipe: Path, override: list[str], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        load_recipe(str(recipe), override)
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("- a\n", "a mapping was expected"),

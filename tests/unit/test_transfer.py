@@ -64,7 +64,8 @@ def test_any_range_to_any_place(files: Path, begin: int, end: int, to: int, reus
     with Reader(files / "source") as reader, Writer(target) as writer:
         piece = reader.read(begin, end - begin, buffers)
         assert bytes(piece.view) == CONTENT[begin:end]
-        writer.write(to, piece)
+        writer.write(to, piece, buffers)
+        assert sum(len(kept) for _, kept in writer._kept) < 2 * BLOCK, "only what does not fill a block is held back"
         writer.flush()
     expected = before[:to] + CONTENT[begin:end] + before[to + end - begin :]
     assert target.read_bytes() == expected
@@ -78,7 +79,11 @@ def test_neighbours_written_from_several_threads(files: Path) -> None:
     cuts = [0, *range(777, len(content), 9001), len(content)]
     with Writer(target) as writer, ThreadPoolExecutor(8) as pool:
         pieces = [(a, content[a:b]) for a, b in itertools.pairwise(cuts)]
-        list(pool.map(lambda one: writer.write(one[0], piece_of(memoryview(one[1]), one[0] % 7, Buffers())), pieces))
+        list(
+            pool.map(
+                lambda one: writer.write(one[0], piece_of(memoryview(one[1]), one[0] % 7, Buffers()), Buffers()), pieces
+            )
+        )
         writer.flush()
     assert target.read_bytes() == content
 
@@ -98,7 +103,7 @@ def test_other_errors_come_through(files: Path, monkeypatch: pytest.MonkeyPatch)
     (files / "target").write_bytes(bytes(3 * BLOCK))
     monkeypatch.setattr(os, "pwrite", full)
     with Writer(files / "target") as writer, pytest.raises(OSError, match="No space"):
-        writer.write(0, piece_of(memoryview(bytes(2 * BLOCK)), 0, Buffers()))
+        writer.write(0, piece_of(memoryview(bytes(2 * BLOCK)), 0, Buffers()), Buffers())
         writer.flush()
 
 

@@ -1,0 +1,59 @@
+"""Models on the hub: one commit at a time, and one clear line for whatever its client raises."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headpool import headers
+from headpool.errors import HeadpoolError, RequestError
+
+
+@contextmanager
+def hub_errors(model: str, revision: str | None) -> Iterator[None]:
+    """Translate the client's exceptions; NotASafetensorsRepoError passes.
+
+    Raises RequestError for a model, revision or file that is not to be had, HeadpoolError when the disk fills up.
+    """
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except (errors.NotASafetensorsRepoError, HeadpoolError):
+        raise
+    except errors.GatedRepoError as error:
+        raise RequestError(f"{model} is gated: accept its licence on its page and log in (hf auth login)") from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise RequestError(f"{model}: no config.json") from error
+    except errors.RevisionNotFoundError as error:
+        raise RequestError(f"{model} has no revision {revision!r}") from error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise RequestError(f"no such directory, and no such model on the hub: {model}") from error
+    except Exception as error:  # the client's HTTP library, of either generation, raises errors of its own
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise HeadpoolError(f"the disk filled up while {model} was downloaded") from error
+        raise RequestError(f"no such directory, and the hub cannot be reached: {model}") from error
+
+
+def download(model: str, revision: str | None, patterns: tuple[str, ...], *, weights: bool) -> Path:
+    """The directory of one commit of a model with the files that match; with `weights` also its weight files.
+
+    All of them are of the commit that `revision` names at the first look. Safetensors are preferred to pickles; of
+    sharded ones only those are fetched that the index names.
+    """
+    from huggingface_hub import snapshot_download
+
+    def fetch(commit: str | None, *wanted: str) -> Path:
+        return Path(snapshot_download(model, revision=commit, allow_patterns=list(wanted)))
+
+    with hub_errors(model, revision):
+        directory = fetch(revision, "config.json", *patterns)
+        commit = directory.name
+        if weights:
+            for single, index in headers.WEIGHT_FILES:
+                fetch(commit, single, index)
+                if (directory / index).is_file():
+                    fetch(commit, *set(headers.read_index(directory / index).values()))
+                if (directory / single).is_file() or (directory / index).is_file():
+                    break
+    return directory
