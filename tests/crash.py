@@ -1,15 +1,16 @@
 """Die by SIGKILL inside a conversion, at a chosen moment. Run as a program; used by test_kill.py.
 
-    python crash.py SOURCE OUT FIRST STEP
+    python crash.py SOURCE OUT FIRST [replace]
 
 Forks a converting child again and again. Child number n is killed at its n-th audited operation on files (open, mkdir,
-rename, remove, truncate, ...), counted from the moment when it begins to write, for n = FIRST, FIRST + STEP, … until
-one finishes. After each death a JSON line is printed: what stands in the destination's folder and whether the
-destination is there.
+rename, remove, truncate, ...), counted from the moment when it begins to write, for n = FIRST, FIRST + 1, ... until one
+finishes. After each death a JSON line is printed: what stands in the destination's folder. With `replace` each child
+finds an older destination, a directory that holds the file `old`.
 """
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -49,12 +50,16 @@ def convert(source: str, out: Path, die_at: int) -> None:
         return staged(out, overwrite=overwrite)
 
     run.Check, run.staged = NoCheck, from_here  # type: ignore[misc, assignment]
-    run.convert_checkpoint(source, out, kv_heads=4)
+    run.convert_checkpoint(source, out, kv_heads=4, overwrite=out.exists())
 
 
-def main(source: str, out: Path, first: int, step: int) -> None:
+def main(source: str, out: Path, first: int, *, replace: bool) -> None:
     die_at, finished = first, False
     while not finished:
+        if replace:
+            shutil.rmtree(out.parent)
+            out.mkdir(parents=True)
+            (out / "old").write_text("old")
         child = os.fork()
         if child == 0:
             convert(source, out, die_at)
@@ -65,10 +70,10 @@ def main(source: str, out: Path, first: int, step: int) -> None:
             raise SystemExit(f"a conversion failed by itself at {die_at}")
         entries = sorted(str(path.relative_to(out.parent)) for path in out.parent.rglob("*"))
         print(json.dumps({"die_at": die_at, "finished": finished, "entries": entries}), flush=True)
-        if out.exists() and not finished:
+        if out.exists() and not finished and not replace:
             return
-        die_at += step
+        die_at += 1
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), replace=sys.argv[4:] == ["replace"])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
     first, deaths = 1, 0
     while True:
         done = subprocess.run(
-            [sys.executable, str(CRASH), str(source), str(out), str(first), "1"],
+            [sys.executable, str(CRASH), str(source), str(out), str(first)],
             capture_output=True,
             text=True,
             check=True,
@@ -55,6 +56,28 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
     assert contents(out) == expected, "the run after all those deaths succeeds"
     assert [path.name for path in out.parent.iterdir()] == ["out"], "and clears what they left"
     assert deaths > 40
+
+
+@pytest.mark.usefixtures("quick_check")
+def test_killed_at_every_step_of_a_replacement(tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "source", "llama", num_hidden_layers=1)
+    out = tmp_path / "place" / "out"
+    out.parent.mkdir()
+    command = [sys.executable, str(CRASH), str(source), str(out), "1", "replace"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    *died, last = [set(json.loads(line)["entries"]) for line in done.stdout.splitlines()]
+    new = {f"out/{name}" for name in ("config.json", "model.safetensors", "headpool.json", "generation_config.json")}
+    for entries in died:
+        whole_old = "out/old" in entries or ("out" not in entries and ".out.replaced/old" in entries)
+        assert whole_old != (new <= entries), entries
+    assert sum(".out.replaced/old" in entries and "out" not in entries for entries in died) >= 1
+    assert last == {"out"} | new
+    # The moment between the two renames: the next run begins by putting the old one back.
+    shutil.rmtree(out)
+    (out.parent / ".out.replaced").mkdir()
+    (out.parent / ".out.replaced" / "old").write_text("old")
+    convert_checkpoint(str(source), out, kv_heads=4, overwrite=True)
+    assert {path.name for path in out.parent.iterdir()} == {"out"}
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
