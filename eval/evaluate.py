@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headpool import checkpoint, geometry, headers
 from headpool.checkpoint import Source
-from headpool.errors import RequestError
+from headpool.errors import RequestError, first_line
 from headpool.eval.cache import CacheReport, cache_report, dtype_name
 from headpool.geometry import Layer
 from headpool.score import Score, score, sliding_windows
@@ -139,7 +139,7 @@ def _device(name: str | None) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RequestError(f"device {name!r} cannot be used: {_first_line(error)}") from error
+        raise RequestError(f"device {name!r} cannot be used: {first_line(error)}") from error
     return name
 
 
@@ -156,7 +156,7 @@ def _open(spec: ModelSpec) -> _Candidate:
     try:
         config = AutoConfig.from_pretrained(source.directory, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise RequestError(f"{spec.path}: its config cannot be read: {_first_line(error)}") from error
+        raise RequestError(f"{spec.path}: its config cannot be read: {first_line(error)}") from error
     text_config = config.get_text_config()
     label, uptrained = _provenance(source)
     return _Candidate(
@@ -179,7 +179,7 @@ def _tokenizer(spec: ModelSpec, source: Source) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source.directory, trust_remote_code=False)
     except Exception as error:  # tokenizers fail in classes of their own, some of them bare Exception
-        raise RequestError(f"{spec.path}: its tokenizer cannot be read: {_first_line(error)}") from error
+        raise RequestError(f"{spec.path}: its tokenizer cannot be read: {first_line(error)}") from error
 
 
 def _tokenize(candidate: _Candidate, texts: Sequence[str]) -> list[list[int]]:
@@ -283,14 +283,10 @@ def _load(candidate: _Candidate, settings: Settings) -> Any:
             trust_remote_code=False,
         )
     except (OSError, ValueError) as error:
-        raise RequestError(f"{path} cannot be loaded: {_first_line(error)}") from error
+        raise RequestError(f"{path} cannot be loaded: {first_line(error)}") from error
     wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
     if wrong:
         raise RequestError(
             f"{path}: {len(wrong)} tensors are missing or of another shape than its config says ({wrong[0]})"
         )
     return model
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -11,3 +11,8 @@ class RequestError(HeadpoolError):
     """What was asked for is impossible, or the input is not what it claims to be: exit code 2."""
 
     exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception of another library says, short enough for a message of ours."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

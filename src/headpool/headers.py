@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headpool.errors import RequestError
+from headpool.errors import RequestError, first_line
 
 BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16,
@@ -188,8 +188,7 @@ def read_pickle_header(path: Path) -> tuple[TensorRecord, ...]:
         with FakeTensorMode():
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the unpickler raises whatever the bytes lead it to
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RequestError(f"{file}: PyTorch's weights_only loader refuses it ({reason})") from error
+        raise RequestError(f"{file}: PyTorch's weights_only loader refuses it ({first_line(error)})") from error
     if not isinstance(state, dict):
         raise RequestError(f"{file}: a dictionary of tensors was expected, found {type(state).__name__}")
     size = path.stat().st_size

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from headpool.errors import RequestError
+from headpool.errors import RequestError, first_line
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _read_file(path: Path, column: str) -> TextData:
         with path.open("rb") as stored:
             digest = hashlib.file_digest(stored, "sha256").hexdigest()
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise RequestError(f"{path.name} cannot be read: {_first_line(error)}") from error
+        raise RequestError(f"{path.name} cannot be read: {first_line(error)}") from error
     return TextData(texts, digest, path.name)
 
 
@@ -131,7 +131,7 @@ def _read_parquet(stream: BinaryIO, name: str, column: str) -> list[str]:
         _check_column(name, column, file.schema_arrow.names)
         values = file.read(columns=[column]).column(column).to_pylist()
     except (pyarrow.ArrowException, ValueError) as error:
-        raise RequestError(f"{name}: not a readable parquet file: {_first_line(error)}") from error
+        raise RequestError(f"{name}: not a readable parquet file: {first_line(error)}") from error
     return _rows(values, name, column)
 
 
@@ -142,7 +142,7 @@ def _read_hub(name: str, column: str, config: str | None, split: str) -> TextDat
         rows = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the hub, the network and data files fail in a dozen classes of exception
         raise RequestError(
-            f"{name}: no such file, and no data set that could be loaded: {_first_line(error)}"
+            f"{name}: no such file, and no data set that could be loaded: {first_line(error)}"
         ) from error
     _check_column(name, column, rows.column_names)
     texts = _rows(rows.select_columns([column])[column], name, column)
@@ -167,10 +167,6 @@ def _text(value: object, where: str, column: str) -> str:
     except UnicodeEncodeError as error:
         raise RequestError(f"{where}: column {column!r} holds half a surrogate pair") from error
     return value
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
