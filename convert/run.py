@@ -89,6 +89,8 @@ def convert_checkpoint(
     """
     begin = time.perf_counter()
     check_destination(out, overwrite=overwrite, source=Path(model) if Path(model).is_dir() else None)
+    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
+        raise RequestError(f"{out} holds no checkpoint, and --overwrite replaces nothing else")
     source = open_source(model, revision)
     plan = plan_conversion(source, kv_heads=kv_heads, method=method, dtype=dtype, max_shard_size=max_shard_size)
     check_space(out, plan.nbytes)

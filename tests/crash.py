@@ -59,7 +59,8 @@ def main(source: str, out: Path, first: int, *, replace: bool) -> None:
         if replace:
             shutil.rmtree(out.parent)
             out.mkdir(parents=True)
-            (out / "old").write_text("old")
+            for name in ("old", "config.json"):
+                (out / name).write_text("old")
         child = os.fork()
         if child == 0:
             convert(source, out, die_at)

@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-recipes_app = typer.Typer(help="List the recipes that come with headpool, or copy one.", invoke_without_command=True)
+recipes_app = typer.Typer(invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")
 
 Model = Annotated[str, typer.Argument(help="A checkpoint directory or a hub id.", show_default=False)]
@@ -28,13 +28,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class Signalled(BaseException):
-    """SIGINT or SIGTERM arrived: unwind, clean up, exit with 128 + number."""
+    """One of SIGNALS arrived: unwind, clean up, exit with 128 + number."""
 
 
 def main() -> None:
     """Run the command line; exits 0, 1 (it failed), 2 (impossible) or 128 + n (stopped by signal n)."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, _on_signal)
     try:
         app()
@@ -46,6 +49,8 @@ def main() -> None:
 
 
 def _on_signal(number: int, _: Any) -> None:
+    for one in SIGNALS:
+        signal.signal(one, signal.SIG_IGN)  # impatience must not interrupt the cleaning up
     raise Signalled(number)
 
 
@@ -220,9 +225,9 @@ def recipes(context: typer.Context, as_json: Json = False) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from headpool.recipe import command_of, shipped_recipes
+    from headpool.recipe import shipped_recipes
 
-    shipped = {name: command_of(path) for name, path in shipped_recipes().items()}
+    shipped = {name: f"headpool run {name}" for name in shipped_recipes()}
     listing = [{"name": name, "command": command} for name, command in shipped.items()]
     _show("\n".join(f"{name}    {command}" for name, command in shipped.items()), {"recipes": listing}, as_json)
 
@@ -255,4 +260,6 @@ def _show(renderable: Any, values: dict[str, Any], as_json: bool) -> None:
         return
     from rich.console import Console
 
-    Console(width=None if sys.stdout.isatty() else 140).print(renderable)
+    # Paths may hold brackets: nothing here is markup.
+    console = Console(width=None if sys.stdout.isatty() else 140, markup=False, highlight=False)
+    console.print(renderable)

@@ -21,6 +21,8 @@ def check_destination(out: Path, *, overwrite: bool, source: Path | None = None)
         origin = source.resolve()
         if target == origin or origin in target.parents or target in origin.parents:
             raise RequestError(f"{out} and the source {source} lie inside one another; choose another destination")
+    if target == Path.cwd() or target in Path.cwd().parents:
+        raise RequestError(f"{out} is the current directory, or holds it; choose another destination")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise RequestError(f"{out} exists and is no directory")
     if out.exists() and not overwrite:

@@ -1,6 +1,7 @@
 """Models on the hub: one commit at a time, and one clear line for whatever its client raises."""
 
 import errno
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ def hub_errors(model: str, revision: str | None) -> Iterator[None]:
     """
     from huggingface_hub import errors
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries are no news to a user
     try:
         yield
     except (errors.NotASafetensorsRepoError, HeadpoolError):

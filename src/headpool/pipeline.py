@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headpool import __version__, families
 from headpool.checkpoint import PROVENANCE, locate, open_source
-from headpool.destination import staged
+from headpool.destination import check_destination, staged
 from headpool.errors import RequestError
 from headpool.geometry import parse_size
 from headpool.progress import Progress
@@ -78,7 +77,8 @@ def run_recipe(recipe: Recipe, *, fresh: bool = False) -> RunResult:
     """Bring a recipe's output directory up to date, one stage after another.
 
     A stage is skipped when its output is the one that was noted when it was finished, with the same fingerprint of
-    inputs and options; otherwise what it made before is removed and it runs. So a killed run goes on where it was.
+    inputs and options; otherwise it runs, and replaces what it made before when it is done. So a killed run goes on
+    where it was.
     `fresh` runs every stage.
 
     Raises RequestError, before anything is written, for what is impossible or is not there, for an output that no run
@@ -101,6 +101,7 @@ def _check(recipe: Recipe) -> None:
 
     section = recipe.convert
     source = open_source(recipe.model, recipe.revision)
+    check_destination(Path(recipe.output) / "converted", overwrite=True, source=source.directory)
     plan_conversion(source, kv_heads=section.kv_heads, method=section.method, dtype=section.dtype)
     if recipe.eval is not None:
         limit = families.get(source.config, families.find_family(source.config), "max_position_embeddings")
@@ -145,6 +146,7 @@ def _convert(recipe: Recipe, out: Path) -> None:
             max_shard_size=parse_size(section.max_shard_size) if section.max_shard_size else None,
             revision=recipe.revision,
             seed=recipe.seed,
+            overwrite=True,
             progress=lambda done, total: progress("convert", done, total),
         )
 
@@ -166,22 +168,18 @@ def _evaluate(recipe: Recipe, section: EvalSection, converted: Path, out: Path) 
             device=section.device,
             progress=lambda spec, done, total: progress(f"evaluate {spec.path}", done, total),
         )
-    with staged(out, overwrite=False) as partial:
+    with staged(out, overwrite=True) as partial:
         write_report(report, partial)
 
 
 def _bring_up_to_date(stage: Stage, note: Path, *, fresh: bool) -> StageResult:
     begin = time.perf_counter()
-    old = note.with_suffix(".old")
-    shutil.rmtree(old, ignore_errors=True)
     if stage.output.exists():
         finished = {"fingerprint": stage.fingerprint, "output": identity(stage.output)}
         if not fresh and _read_note(note) == finished:
             return StageResult(stage.name, 0.0, skipped=True)
         if not (stage.output / stage.mark).is_file():
             raise RequestError(f"{stage.output} exists and was not made by a run; remove it or choose another output")
-        stage.output.rename(old)  # a half-deleted directory must not pass for one that is whole
-        shutil.rmtree(old)
     stage.run()
     partial = note.with_suffix(".partial")
     finished = {"fingerprint": stage.fingerprint, "output": identity(stage.output)}

@@ -262,10 +262,9 @@ def _read_directory(directory: Path) -> tuple[Mapping[str, Any], Shapes | None]:
 
 def _read_hub(model: str, revision: str | None) -> tuple[Mapping[str, Any], Shapes | None]:
     """From the hub: config.json, and the headers alone of weight files that are not on this machine."""
-    from huggingface_hub import errors, get_safetensors_metadata, hf_hub_download
+    from huggingface_hub import errors, get_safetensors_metadata
 
-    with hub.hub_errors(model, revision):
-        directory = Path(hf_hub_download(model, "config.json", revision=revision)).parent
+    directory = hub.download(model, revision, (), weights=False)
     config, shapes = _read_directory(directory)
     if shapes is not None:
         return config, shapes

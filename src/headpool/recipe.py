@@ -125,11 +125,6 @@ def copy_recipe(recipe: str, folder: Path) -> Path:
     return target / path.name
 
 
-def command_of(path: Path) -> str:
-    """The command that runs a recipe, from the comment that opens it."""
-    return path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-
-
 class _UniqueKeys(yaml.SafeLoader):
     """YAML says that keys are unique, PyYAML takes the last."""
 

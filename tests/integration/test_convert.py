@@ -19,6 +19,7 @@ from headpool.checkpoint import open_source
 from headpool.convert.layouts import PARTS, AttentionWeights, Rotary
 from headpool.convert.plan import plan_conversion
 from headpool.convert.run import Conversion, convert_checkpoint
+from headpool.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("quick_check")
 
@@ -377,6 +378,9 @@ def test_overwrite_replaces_whole(sources: dict[str, Path], tmp_path: Path) -> N
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").write_text("old")
+    with pytest.raises(RequestError, match="holds no checkpoint, and --overwrite replaces nothing else"):
+        convert_checkpoint(str(sources["llama"]), out, kv_heads=4, overwrite=True)
+    (out / "config.json").write_text("{}")
     convert_checkpoint(str(sources["llama"]), out, kv_heads=4, overwrite=True)
     assert not (out / "old").exists()
     assert (out / "config.json").exists()

@@ -71,6 +71,7 @@ def test_a_killed_run_goes_on_where_it_was(recipe: Path, monkeypatch: pytest.Mon
         patched.setattr(pipeline, "_convert", die)
         with pytest.raises(KeyboardInterrupt):
             run_recipe(load(recipe, "convert.kv_heads=2"))
+    assert skipped(load(recipe)) == [True, True], "what an interrupted run would have replaced is still there"
     assert skipped(load(recipe, "convert.kv_heads=2")) == [False, False]
     assert report(recipe)["models"][1]["kv_heads"] == 2
 
@@ -97,13 +98,14 @@ def test_what_a_run_did_not_make_is_not_removed(recipe: Path) -> None:
         ("convert.kv_heads=5", "do not divide"),
         ("model=./nowhere", "no such directory"),
         ("eval.data=nowhere.txt", "no such file: nowhere.txt"),
+        ("output={folder}/model", "inside one another"),
         ("eval.window=4096", "window 4096 is larger than the 128 positions"),
     ],
 )
 def test_impossible_recipes_leave_nothing_behind(recipe: Path, override: str, says: str) -> None:
     before = sorted(recipe.parent.iterdir())
     with pytest.raises(RequestError, match=says):
-        run_recipe(load(recipe, override))
+        run_recipe(load(recipe, override.format(folder=recipe.parent)))
     assert sorted(recipe.parent.iterdir()) == before
 
 

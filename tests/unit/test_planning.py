@@ -191,15 +191,15 @@ def test_a_hub_id_is_planned_from_its_config_and_headers(tmp_path: Path, monkeyp
     }
     asked = []
 
-    def download(model: str, file: str, revision: str | None) -> str:
-        asked.append((model, file, revision))
-        return str(tmp_path / file)
+    def download(model: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((model, revision, allow_patterns))
+        return str(tmp_path)
 
     metadata = SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=info)})
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda model, revision: metadata)
     plan = planning.plan("org/name", revision="abc")
-    assert asked == [("org/name", "config.json", "abc")]
+    assert asked == [("org/name", "abc", ["config.json"])]
     assert plan.parameters == 12 * 64 * 64
     assert plan.options[-1].parameters == 12 * 64 * 64 - 3 * 2 * 7 * 8 * 64
 
