@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 
-from headpool.cli import app
+from headpool.cli import _show, app
 
 
 def headpool(*arguments: str | Path, code: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -138,3 +138,8 @@ def test_recipes_are_listed_and_copied(tmp_path: Path) -> None:
     headpool("recipes", "copy", "quickstart", cwd=tmp_path)
     assert (tmp_path / "quickstart" / "gqa2.yaml").is_file()
     headpool("recipes", "copy", "quickstart", cwd=tmp_path, code=2)
+
+
+def test_brackets_in_paths_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    _show("wrote models[v2]/a[/b]", {}, as_json=False)
+    assert capsys.readouterr().out == "wrote models[v2]/a[/b]\n"
