@@ -72,6 +72,10 @@ class Stage:
     def fingerprint(self) -> str:
         return hashlib.sha256(json.dumps([__version__, self.inputs], sort_keys=True).encode()).hexdigest()
 
+    def state(self) -> dict[str, Any]:
+        """What is noted of a finished stage: what it was made from, and the output as it stands."""
+        return {"fingerprint": self.fingerprint, "output": identity(self.output)}
+
 
 def run_recipe(recipe: Recipe, *, fresh: bool = False) -> RunResult:
     """Bring a recipe's output directory up to date, one stage after another.
@@ -175,15 +179,13 @@ def _evaluate(recipe: Recipe, section: EvalSection, converted: Path, out: Path) 
 def _bring_up_to_date(stage: Stage, note: Path, *, fresh: bool) -> StageResult:
     begin = time.perf_counter()
     if stage.output.exists():
-        finished = {"fingerprint": stage.fingerprint, "output": identity(stage.output)}
-        if not fresh and _read_note(note) == finished:
+        if not fresh and _read_note(note) == stage.state():
             return StageResult(stage.name, 0.0, skipped=True)
         if not (stage.output / stage.mark).is_file():
             raise RequestError(f"{stage.output} exists and was not made by a run; remove it or choose another output")
     stage.run()
     partial = note.with_suffix(".partial")
-    finished = {"fingerprint": stage.fingerprint, "output": identity(stage.output)}
-    partial.write_text(json.dumps(finished) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(stage.state()) + "\n", encoding="utf-8")
     partial.replace(note)
     return StageResult(stage.name, time.perf_counter() - begin, skipped=False)
 
