@@ -1,8 +1,8 @@
-"""Text to evaluate on, from a local file or a hub data set.
+"""Text to evaluate on, calibrate on and train on, from a local file or a hub data set.
 
-Local files: `.txt` (one text, newlines kept), `.jsonl` and `.parquet` (each row a text of its own), UTF-8,
-each also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A path that exists is read; anything else is taken as a
-hub id.
+Local files: `.txt` (one text, newlines kept, or its blank-line-separated blocks as documents), `.jsonl` and
+`.parquet` (each row a text of its own), UTF-8, each also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A path that
+exists is read; anything else is taken as a hub id.
 """
 
 import bz2
@@ -14,7 +14,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,6 +57,24 @@ def read_texts(source: str | Path, column: str = "text", *, config: str | None =
     if not any(data.texts):
         raise RequestError(f"{data.name} holds no text")
     return data
+
+
+def read_documents(
+    source: str | Path, column: str = "text", *, config: str | None = None, split: str = "train"
+) -> TextData:
+    """As `read_texts`, for training and calibration: the blank-line-separated blocks of a .txt file are documents.
+
+    Raises RequestError as `read_texts` does.
+    """
+    data = read_texts(source, column, config=config, split=split)
+    if Path(source).exists() and _file_type(Path(source))[0] == ".txt":
+        return replace(data, texts=documents(data.texts[0]))
+    return data
+
+
+def documents(text: str) -> list[str]:
+    """The blocks of `text` that blank lines separate, without white space at their ends, none of them empty."""
+    return [block for part in re.split(r"\n\s*\n", text) if (block := part.strip())]
 
 
 def _read_file(path: Path, column: str) -> TextData:

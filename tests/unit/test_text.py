@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from headpool.errors import RequestError
-from headpool.text import read_texts
+from headpool.text import documents, read_documents, read_texts
 
 TEXTS = ["One\r\ntwo\n\nthree\u2028four", "", "naïve — ψ\n", "{}"]
 
@@ -170,3 +170,19 @@ def test_what_the_hub_says_becomes_one_line(monkeypatch: pytest.MonkeyPatch) -> 
 def test_importing_the_module_loads_nothing_heavy() -> None:
     code = "import sys, headpool.text; print([m for m in ('torch', 'pyarrow', 'datasets') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_documents_of_a_txt_file_are_its_blocks_and_of_other_files_its_rows(tmp_path: Path) -> None:
+    blocks = tmp_path / "blocks.txt"
+    blocks.write_bytes(b"\n\nOne\r\ntwo\r\n\r\nthree\n \t\n\n    four\n")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(jsonl(["a\n\nb", "c"]))
+    assert read_documents(blocks).texts == ["One\r\ntwo", "three", "four"]
+    assert read_documents(blocks).sha256 == hashlib.sha256(blocks.read_bytes()).hexdigest()
+    assert read_documents(rows).texts == ["a\n\nb", "c"]
+
+
+@given(st.lists(st.text("ab \n", min_size=1).map(str.strip).filter(bool).filter(lambda text: "\n\n" not in text)))
+def test_blank_lines_put_between_blocks_part_them(blocks: list[str]) -> None:
+    assert [line for block in documents("\n \n".join(blocks)) for line in block.split()] == " ".join(blocks).split()
+    assert len(documents("\n\n".join(["x", *["y"] * len(blocks)]))) == len(blocks) + 1
