@@ -1,4 +1,34 @@
-"""What an evaluation found, as report.json and as a table."""
+"""What an evaluation found, as report.json and as a table.
+
+report.json is one object. Fields may be added; the ones here keep their names and meanings:
+
+    models[]    role ("baseline" or "model"), path, revision, label (None for a checkpoint that headpool did not make,
+                else "converted, not yet uptrained" or "converted and uptrained"), uptrained, kv_heads (a number, or a
+                list where layers differ), perplexity, nats, tokens, bits_per_byte, bos, dtype
+      cache_bytes_per_token  formula, allocated, tokens, checkpoint_dtype, formula_in_checkpoint_dtype, explanation,
+                             flagged
+      comparison  None for the baseline and where there is none; else this model's figure divided by the baseline's:
+                  perplexity_ratio (None where tokens differ), bits_per_byte_ratio, cache_ratio, and the baseline's
+                  seconds divided by this model's: decode_speedup (geometric mean over decode[]; None without it)
+      decode[]    context, batch, steps, repeats, prefill_seconds, prefill_spread [low, high], seconds_per_token (of
+                  one decode step, which gives each sequence a token), seconds_per_token_spread [low, high],
+                  cache_bytes, bytes_per_token (read by one decode step: weights and cache), bandwidth (bytes per
+                  second that this means), kernel {name, grouped, explanation}, preallocated, speedup (the baseline's
+                  seconds_per_token divided by this one's, at the same context and batch; None for the baseline)
+      positions[] first, last (positions in the window, 0-based, both included), tokens, nats, perplexity
+      tasks[]     task, metric, value, stderr (or None), samples
+      samples[]   prompt, text (the greedy continuation without the prompt)
+      conversion  None, or method and layers of the checkpoint's headpool.json
+    comparison  the one model's comparison with the baseline; None without a baseline or with several models
+    data        name, sha256, texts, bytes
+    settings    window, stride, batch_size, dtype, device
+    notes[]     what a reader of the figures has to know, one line each
+    versions    headpool, torch, transformers
+    recipe      YAML text of the recipe that was run, or None
+    training    absent, or what uptraining recorded: metrics[], original_perplexity, tokens, steps
+
+Lists are empty where nothing of the kind was measured. Seconds are medians, spreads the fastest and the slowest.
+"""
 
 import json
 import os
