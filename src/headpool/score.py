@@ -3,7 +3,9 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -12,9 +14,15 @@ from torch.nn import functional
 
 from headpool.errors import HeadpoolError, RequestError
 
-MAX_LOGITS = 2**27
-"""Logits that one batch may hold (512 MiB in float32); fewer windows share a batch where it would hold
-more. A single window is never split."""
+CHUNK_LOGITS, CHUNK_ROWS = 2**20, 256
+"""The logits of one chunk of positions exist at a time: so many that a CPU's cache holds them, but those of 256 rows
+at least, since every chunk reads the whole head.
+"""
+
+WHOLE_LOGITS = 2**27
+"""Logits that one batch may hold (512 MiB in float32) where a class's head cannot be applied to chunks. A single window
+is never split.
+"""
 
 Progress = Callable[[int, int], None]
 """Called after every batch with the tokens scored so far and the tokens to score."""
@@ -35,13 +43,18 @@ class Window:
 
 @dataclass(frozen=True)
 class Score:
-    """`nats`: summed negative log-likelihood of the `tokens` scored; `window_nats`: the same for each
-    window given, by sequence.
+    """`nats`: summed negative log-likelihood of the `tokens` scored; `token_nats`: that of every token scored, by
+    sequence and window, each [targets] in float64.
     """
 
     nats: float
     tokens: int
-    window_nats: tuple[tuple[float, ...], ...]
+    token_nats: tuple[tuple[torch.Tensor, ...], ...] = field(compare=False, repr=False)
+
+    @cached_property
+    def window_nats(self) -> tuple[tuple[float, ...], ...]:
+        """Summed nats of each window given, by sequence."""
+        return tuple(tuple(one.sum().item() for one in of_text) for of_text in self.token_nats)
 
     @property
     def perplexity(self) -> float:
@@ -83,28 +96,40 @@ def score(
 
     Windows of equal shape share a batch and nothing is padded: with some position encodings (longrope)
     padding one window to the length of another changes its logits. Log-softmax is taken in float32 (float64
-    for a float64 model), sums in float64. The model is put in evaluation mode meanwhile. Raises HeadpoolError
-    for a score that is not finite and ValueError for a window that does not fit its sequence.
+    for a float64 model), sums in float64, over chunks of positions, so that memory does not grow with vocabulary times
+    window. The model is put in evaluation mode meanwhile. Raises HeadpoolError for a score that is not finite and
+    ValueError for a window that does not fit its sequence.
     """
     jobs = sorted(_jobs(sequences, windows), key=lambda job: job.shape, reverse=True)
     total = sum(job.targets for job in jobs)
-    nats = [[0.0] * len(of_text) for of_text in windows]
+    nats = [[torch.zeros(0, dtype=torch.float64)] * len(of_text) for of_text in windows]
     done = 0
-    training = model.training
-    model.eval()
-    try:
-        for batch in _batches(jobs, batch_size, model):
+    with _evaluating(model):
+        chunks = bool(jobs) and _head_takes_chunks(model, sequences[jobs[0].text])
+        for batch in _batches(jobs, batch_size, None if chunks else _widest(model)):
             tokens = [sequences[job.text][job.window.start : job.window.end] for job in batch]
-            for job, value in zip(batch, _batch_nats(model, tokens, batch[0].offset), strict=True):
-                if not math.isfinite(value):
+            rows = _batch_nats(model, tokens, batch[0].offset, chunks=chunks)
+            for job, row in zip(batch, rows, strict=True):
+                if not torch.isfinite(row).all():
+                    value = row.sum().item()
                     raise HeadpoolError(f"text {job.text}, {job.window}: {value} nats in {model.dtype}; try float32")
-                nats[job.text][job.index] = value
+                nats[job.text][job.index] = row
                 done += job.targets
             if progress is not None:
                 progress(done, total)
+    return Score(math.fsum(one.sum().item() for of_text in nats for one in of_text), total, tuple(map(tuple, nats)))
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Dropout is off within it; a model in training is back in training after it."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
     finally:
         model.train(training)
-    return Score(math.fsum(map(math.fsum, nats)), total, tuple(map(tuple, nats)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +163,24 @@ def _jobs(sequences: Sequence[Sequence[int]], windows: Sequence[Sequence[Window]
                 yield _Job(text, index, one)
 
 
-def _batches(jobs: Sequence[_Job], batch_size: int, model: Any) -> Iterator[list[_Job]]:
-    """Jobs of one shape each, at most `batch_size` and as many as MAX_LOGITS allows."""
-    vocabulary = model.config.get_text_config().vocab_size
-    for (inputs, offset), group in groupby(jobs, key=lambda job: job.shape):
-        positions = inputs - offset if keeps_logits(model) else inputs
-        rows = max(1, min(batch_size, MAX_LOGITS // (positions * vocabulary)))
+def _batches(jobs: Sequence[_Job], batch_size: int, widest: Callable[[int, int], int] | None) -> Iterator[list[_Job]]:
+    """Jobs of one shape each, at most `batch_size`, and no more than `widest` allows for (inputs, offset)."""
+    for shape, group in groupby(jobs, key=lambda job: job.shape):
+        rows = batch_size if widest is None else max(1, min(batch_size, widest(*shape)))
         same = list(group)
         for at in range(0, len(same), rows):
             yield same[at : at + rows]
+
+
+def _widest(model: Any) -> Callable[[int, int], int]:
+    """The rows whose logits, all at once, number at most WHOLE_LOGITS."""
+    vocabulary = _vocabulary(model)
+    return lambda inputs, offset: WHOLE_LOGITS // ((inputs - offset if keeps_logits(model) else inputs) * vocabulary)
+
+
+def _vocabulary(model: Any) -> int:
+    size: int = model.config.get_text_config().vocab_size
+    return size
 
 
 def keeps_logits(model: Any) -> bool:
@@ -154,17 +188,75 @@ def keeps_logits(model: Any) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-@torch.inference_mode()
-def _batch_nats(model: Any, tokens: Sequence[Sequence[int]], offset: int) -> list[float]:
-    """Summed nats of each row of `tokens` (all of one length), from the logits of input `offset` on."""
+def _batch_nats(model: Any, tokens: Sequence[Sequence[int]], offset: int, *, chunks: bool) -> Iterator[torch.Tensor]:
+    """The nats of each row of `tokens` (all of one length), [S] in float64, from the logits of input `offset` on."""
     tokens_BT = torch.tensor(tokens, device=model.device)
     inputs, targets = tokens_BT[:, :-1], tokens_BT[:, offset + 1 :]
-    if keeps_logits(model):
-        positions = torch.arange(offset, inputs.shape[1], device=model.device)
-        logits_BSV = model(input_ids=inputs, use_cache=False, logits_to_keep=positions).logits
+    if chunks:
+        rows = max(CHUNK_ROWS, CHUNK_LOGITS // _vocabulary(model))
+        pieces = _logits_in_chunks(model, inputs, offset, max(1, rows // len(tokens)))
     else:
-        logits_BSV = model(input_ids=inputs, use_cache=False).logits[:, offset:]
-    wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
-    nats = functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none")
-    sums: list[float] = nats.cpu().double().view(targets.shape).sum(dim=1).tolist()
-    return sums
+        pieces = iter([_logits(model, inputs, offset)])
+    nats, at = [], 0
+    for logits_BSV in pieces:
+        wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+        aims = targets[:, at : at + wide.shape[1]]
+        nats.append(functional.cross_entropy(wide.flatten(0, 1), aims.flatten(), reduction="none").view(aims.shape))
+        at += wide.shape[1]
+    return iter(torch.cat(nats, dim=1).cpu().double())
+
+
+def _logits(model: Any, inputs_BT: torch.Tensor, offset: int) -> torch.Tensor:
+    """Logits of all inputs from `offset` on, at once: [B, S, V]."""
+    if keeps_logits(model):
+        positions = torch.arange(offset, inputs_BT.shape[1], device=model.device)
+        kept: torch.Tensor = model(input_ids=inputs_BT, use_cache=False, logits_to_keep=positions).logits
+        return kept
+    logits: torch.Tensor = model(input_ids=inputs_BT, use_cache=False).logits[:, offset:]
+    return logits
+
+
+def _logits_in_chunks(model: Any, inputs_BT: torch.Tensor, offset: int, size: int) -> Iterator[torch.Tensor]:
+    """The same for `size` positions at a time: the backbone runs once, then the class's own path from hidden states
+    to logits (its head, scale, soft cap) for each chunk.
+    """
+    with _backbone_runs_once(model.base_model):
+        for at in range(offset, inputs_BT.shape[1], size):
+            positions = torch.arange(at, min(at + size, inputs_BT.shape[1]), device=model.device)
+            yield model(input_ids=inputs_BT, use_cache=False, logits_to_keep=positions).logits
+
+
+@contextmanager
+def _backbone_runs_once(backbone: Any) -> Iterator[None]:
+    """Within it, every call of the backbone after the first is answered with what the first gave."""
+    own, replaced = backbone.forward, "forward" in vars(backbone)
+    answers: list[Any] = []
+
+    def forward(*inputs: Any, **options: Any) -> Any:
+        if not answers:
+            answers.append(own(*inputs, **options))
+        return answers[0]
+
+    backbone.forward = forward
+    try:
+        yield
+    finally:
+        if replaced:
+            backbone.forward = own
+        else:
+            del backbone.forward
+
+
+def _head_takes_chunks(model: Any, tokens: Sequence[int]) -> bool:
+    """Whether logits taken in chunks are those taken at once, tried on a few tokens; False where the class is built
+    so that they cannot be.
+    """
+    backbone = getattr(model, "base_model", model)
+    if not keeps_logits(model) or backbone is model:
+        return False
+    inputs_BT = torch.tensor([tokens[:9]], device=model.device)
+    whole = _logits(model, inputs_BT, 0)
+    chunked = torch.cat(list(_logits_in_chunks(model, inputs_BT, 0, 4)), dim=1)
+    # A head applied to fewer rows may round otherwise in the last place.
+    near = 16 * torch.finfo(whole.dtype).eps * whole.abs().max()
+    return whole.shape == chunked.shape and bool(((whole - chunked).abs() <= near).all())

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,22 +155,110 @@ def test_a_model_that_knows_nothing_costs_ln_v_a_token() -> None:
     assert result.perplexity == pytest.approx(VOCABULARY, rel=1e-6)
 
 
-def test_logits_are_asked_for_at_scored_positions_only(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_exist_at_scored_positions_only_and_a_chunk_at_a_time(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[tuple[int, ...]] = []
-    handle = llama.lm_head.register_forward_hook(lambda _module, _inputs, output: made.append(tuple(output.shape)))
+    read: list[tuple[int, ...]] = []
+    handles = [
+        llama.lm_head.register_forward_hook(lambda _module, _inputs, output: made.append(tuple(output.shape))),
+        llama.model.layers[0].register_forward_hook(lambda _module, inputs, _: read.append(tuple(inputs[0].shape))),
+    ]
     texts = [random_tokens(n) for n in (60, 33, 5)]
     windows = [sliding_windows(len(text), 16, 4) for text in texts]
+    trial = [(1, 9, VOCABULARY), (1, 4, VOCABULARY), (1, 4, VOCABULARY), (1, 1, VOCABULARY)]
     try:
         reference = score(llama, texts, windows, 8)
-        assert sum(rows * positions for rows, positions, _ in made) == reference.tokens
+        assert made[:4] == trial
+        assert sum(rows * positions for rows, positions, _ in made[4:]) == reference.tokens
         assert max(rows for rows, _, _ in made) == 8
+        batches = read[2:]
         made.clear()
-        monkeypatch.setattr(module, "MAX_LOGITS", 4 * 2 * VOCABULARY)
+        read.clear()
+        monkeypatch.setattr(module, "CHUNK_LOGITS", 1)
+        monkeypatch.setattr(module, "CHUNK_ROWS", 10)
         limited = score(llama, texts, windows, 8)
     finally:
-        handle.remove()
-    assert {positions: max(r for r, p, _ in made if p == positions) for _, positions, _ in made}[4] == 2
+        for handle in handles:
+            handle.remove()
+    assert max(rows * positions for rows, positions, _ in made[4:]) <= 10
+    assert sum(rows * positions for rows, positions, _ in made[4:]) == reference.tokens
+    assert len(made[4:]) > len(batches)
+    assert read[2:] == batches, "the backbone reads every batch once, however many chunks its logits come in"
     assert limited.nats == pytest.approx(reference.nats, rel=1e-6)
+    assert "forward" not in vars(llama.model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma2", {"final_logit_softcapping": 2.0}),
+        ("cohere", {"logit_scale": 0.3}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("gpt2", {}),
+        ("bloom", {}),
+        ("mixtral", {"output_router_logits": True}),
+    ],
+)
+def test_every_path_from_hidden_states_to_logits_is_taken_in_chunks(
+    family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soft caps, scales and tied embeddings are the class's own; so is what it does beside the logits."""
+    model = tiny.model(family, **changes)
+    rows: list[int] = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda *args: rows.append(args[2].shape[1]))
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 5)
+    tokens = random_tokens(70)
+    result = score(model, [tokens], [sliding_windows(70, 30, 20)], 3)
+    handle.remove()
+    assert max(rows[4:]) <= 5
+    assert result.nats == pytest.approx(naive_nats(model, tokens, naive_windows(70, 30, 20)), rel=1e-6)
+
+
+def test_a_head_that_minds_which_positions_it_is_given_is_taken_at_once(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Centred(LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: torch.Tensor, use_cache: bool = False, logits_to_keep: Any = 0) -> Any:
+            output = super().forward(input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep)
+            output.logits = output.logits - output.logits.mean(dim=1, keepdim=True)
+            return output
+
+    model = Centred(llama.config).eval()
+    model.load_state_dict(llama.state_dict())
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 5)
+    tokens = random_tokens(64)
+    with torch.no_grad():
+        log_p = model(torch.tensor([tokens[:-1]])).logits[0].double().log_softmax(-1)
+    expected = -sum(log_p[t - 1, tokens[t]].item() for t in range(1, 64))
+    assert score(model, [tokens], [[Window(0, 64, 1)]], 1).nats == pytest.approx(expected, rel=1e-6)
+
+
+def test_where_logits_come_at_once_fewer_windows_share_a_batch(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    monkeypatch.setattr(module, "_head_takes_chunks", lambda *_: False)
+    monkeypatch.setattr(module, "WHOLE_LOGITS", 3 * 16 * VOCABULARY + 1)
+    tokens = random_tokens(160)
+    handle = llama.lm_head.register_forward_hook(lambda *args: rows.append(args[2].shape[0]))
+    try:
+        result = score(llama, [tokens], [sliding_windows(160, 16, 16)], 8)
+    finally:
+        handle.remove()
+    assert max(rows) == 3
+    assert result.nats == pytest.approx(naive_nats(llama, tokens, naive_windows(160, 16, 16)), rel=1e-6)
+
+
+def test_token_nats_stand_by_window_in_the_order_of_the_text(llama: Any) -> None:
+    texts = [random_tokens(40), random_tokens(11, 1)]
+    windows = [sliding_windows(len(text), 16, 5) for text in texts]
+    result = score(llama, texts, windows, 4)
+    for text, of_text, nats in zip(texts, windows, result.token_nats, strict=True):
+        for one, values in zip(of_text, nats, strict=True):
+            expected = [naive_nats(llama, text, [(one.start, t + 1, t)]) for t in range(one.first, one.end)]
+            assert values.dtype == torch.float64
+            assert values.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_class_without_logits_to_keep_scores_the_same(llama: Any) -> None:
