@@ -16,7 +16,7 @@ FOLDERS = {name: ROOT / folder for name, folder in CONFIG["package-dir"].items()
 
 BASE = {
     "errors", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint", "destination",
-    "hub", "progress", "text", "score", "recipe", "__init__",
+    "hub", "progress", "drawing", "plots", "text", "score", "recipe", "__init__",
 }  # fmt: skip
 LEVELS = {"convert": 1, "uptrain": 1, "eval": 1, "pipeline": 2, "cli": 3, "__main__": 4}
 """What may import what: a module imports from its own part or from lower levels. The base is level 0."""
