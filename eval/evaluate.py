@@ -58,7 +58,8 @@ class Settings:
 @dataclass(frozen=True)
 class ModelResult:
     """What was measured of one checkpoint. `label` is None for one that headpool did not make; `bos` says
-    whether a beginning-of-sequence token stood before each text.
+    whether a beginning-of-sequence token stood before each text. `cache_curve` is `geometry.cache_curve` in the
+    checkpoint's dtype.
     """
 
     spec: ModelSpec
@@ -69,6 +70,7 @@ class ModelResult:
     bits_per_byte: float
     bos: bool
     cache: CacheReport
+    cache_curve: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,9 @@ def _measure(
         bits_per_byte=scored.nats / math.log(2) / data.bytes,
         bos=candidate.tokenizer.bos_token_id is not None,
         cache=cache,
+        cache_curve=geometry.cache_curve(
+            candidate.layers, itemsize=candidate.checkpoint_dtype.itemsize, positions=candidate.limit
+        ),
     )
 
 

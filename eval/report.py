@@ -7,6 +7,8 @@ report.json is one object. Fields may be added; the ones here keep their names a
                 list where layers differ), perplexity, nats, tokens, bits_per_byte, bos, dtype
       cache_bytes_per_token  formula, allocated, tokens, checkpoint_dtype, formula_in_checkpoint_dtype, explanation,
                              flagged
+      cache_curve[]  tokens (powers of two up to the model's positions or 131072), bytes (of one sequence's cache, by the
+                  formula, in the checkpoint's dtype; sliding layers hold their window)
       comparison  None for the baseline and where there is none; else this model's figure divided by the baseline's:
                   perplexity_ratio (None where tokens differ), bits_per_byte_ratio, cache_ratio, and the baseline's
                   seconds divided by this model's: decode_speedup (geometric mean over decode[]; None without it)
@@ -128,6 +130,7 @@ def _model(result: ModelResult) -> dict[str, Any]:
             "explanation": result.cache.explanation,
             "flagged": result.cache.flagged,
         },
+        "cache_curve": [{"tokens": tokens, "bytes": size} for tokens, size in result.cache_curve],
     }
 
 

@@ -186,6 +186,19 @@ def cache_bytes(layers: Sequence[Layer], *, tokens: int, batch: int, itemsize: i
     )
 
 
+LONGEST_CURVE = 2**17
+"""Tokens at which `cache_curve` ends where the model's positions do not end it."""
+
+
+def cache_curve(layers: Sequence[Layer], *, itemsize: int, positions: int | None) -> tuple[tuple[int, int], ...]:
+    """Tokens, and bytes of the K/V cache of one sequence of so many: at each power of two up to the model's positions
+    (None: no limit) and LONGEST_CURVE.
+    """
+    last = min(LONGEST_CURVE, positions or LONGEST_CURVE)
+    lengths = [2**power for power in range(last.bit_length())]
+    return tuple((tokens, cache_bytes(layers, tokens=tokens, batch=1, itemsize=itemsize)) for tokens in lengths)
+
+
 def _keeps(layer: Layer) -> bool:
     return layer.kind != "none" and layer.shares is None
 

@@ -76,7 +76,7 @@ def cache_against_context(models: Sequence[Row]) -> "Figure":
 
     models: {label, unadapted, curve: [{tokens, bytes}]}.
     """
-    models = _require([model for model in models if model["curve"]], "curve")
+    models = _require([model for model in models if any(point["bytes"] for point in model["curve"])], "curve")
     figure, (axes,) = panels("K/V cache of one sequence", [1.2], legend=len(models))
     longest = max(point["tokens"] for model in models for point in model["curve"])
     shown: list[Row] = []

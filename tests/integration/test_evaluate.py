@@ -190,6 +190,7 @@ def test_the_report_holds_the_fields_that_scripts_rely_on(compared: Report, tmp_
         2 * 2 * 4 * 8 * 2,
     )
     assert baseline["dtype"] == "float32"
+    assert baseline["cache_curve"] == [{"tokens": 2**n, "bytes": 256 * 2**n} for n in range(6)]  # of 48 positions
     assert written["comparison"] == {
         "perplexity_ratio": pytest.approx(model["perplexity"] / baseline["perplexity"]),
         "bits_per_byte_ratio": pytest.approx(model["bits_per_byte"] / baseline["bits_per_byte"]),

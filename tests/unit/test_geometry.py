@@ -52,6 +52,16 @@ def test_cache_is_the_product(model: tuple[int, int, int, int], tokens: int, bat
     assert cache == per_token * tokens * batch
 
 
+@pytest.mark.parametrize(
+    ("positions", "last"), [(1, 1), (48, 32), (64, 64), (131_071, 65_536), (10**6, 131_072), (None, 131_072)]
+)
+def test_the_curve_of_the_cache_ends_with_the_positions(positions: int | None, last: int) -> None:
+    full, sliding = Layer("full", 4, 2, 8), Layer("sliding", 4, 4, 8, window=20)
+    curve = geometry.cache_curve([full, sliding, sliding], itemsize=2, positions=positions)
+    assert curve == tuple((2**n, 64 * 2**n + 2 * 128 * min(2**n, 20)) for n in range(last.bit_length()))
+    assert curve[-1][0] == last
+
+
 def test_sliding_layers_hold_their_window_and_sharing_or_other_layers_nothing() -> None:
     full, sliding = Layer("full", 4, 2, 8), Layer("sliding", 4, 2, 8, window=10)
     shared, none = Layer("full", 4, 2, 8, shares=0), Layer("none", 4, 2, 8)
