@@ -78,22 +78,28 @@ def allocated_cache_bytes(model: Any, input_ids_BT: torch.Tensor) -> Allocation:
     Counted are the storages behind `cache.layers[i].keys` and `.values`, each once: what stays in memory, not
     what a slice shows. Raises HeadpoolError for a model that gives no such cache.
     """
-    parameters = inspect.signature(model.forward).parameters
-    name = next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[-1])
+    name = cache_name(model)
     options = {"use_cache": True} | ({"logits_to_keep": 1} if keeps_logits(model) else {})
     cache = getattr(model(input_ids=input_ids_BT[:, :-1], **options), name)
     if not hasattr(cache, "layers"):
         raise HeadpoolError(f"{type(model).__name__} gives no key/value cache with layers, but {type(cache).__name__}")
-    prefill = _stored_bytes(cache)
+    prefill = stored_bytes(cache)
     model(input_ids=input_ids_BT[:, -1:], **{name: cache}, **options)
-    return Allocation(prefill, _stored_bytes(cache))
+    return Allocation(prefill, stored_bytes(cache))
+
+
+def cache_name(model: Any) -> str:
+    """The name of the forward's parameter, and of its output's field, for the cache."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[-1])
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _stored_bytes(cache: Any) -> int:
+def stored_bytes(cache: Any) -> int:
+    """Bytes of the storages behind a cache's keys and values, each once."""
     tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,47 +1,29 @@
-"""Score checkpoints on the same text, each under its own stock class: perplexity and key/value-cache
-bytes."""
+"""Measure checkpoints on the same text, each under its own stock class: perplexity, key/value-cache bytes, decode time,
+tasks, samples.
+"""
 
-import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from headpool import checkpoint, geometry, headers
-from headpool.checkpoint import Source
 from headpool.errors import RequestError, first_line
-from headpool.eval.cache import CacheReport, cache_report, dtype_name
-from headpool.geometry import Layer
-from headpool.score import Score, score, sliding_windows
+from headpool.eval.cache import CacheReport, cache_report
+from headpool.eval.decode import Timing, time_decoding
+from headpool.eval.models import AUTO, DTYPES, Candidate, ModelSpec, Provenance, loaded, open_candidate
+from headpool.eval.positions import Bucket, by_position
+from headpool.eval.samples import NEW_TOKENS, Sample, continue_greedily, default_prompts
+from headpool.eval.tasks import TaskResult, Tasks
+from headpool.score import Score, Window, score, sliding_windows
 from headpool.text import TextData
 
 DEFAULT_WINDOW = 2048
 """Window where none is asked for and the models' positions do not limit it further."""
 
-DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
-
-AUTO = "auto"
-"""The checkpoint's own dtype."""
-
-_POSITIONS = ("max_position_embeddings", "max_seq_len")
-"""Config attributes that limit positions; a class with neither has no limit (BLOOM)."""
-
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.spm")
-
-Role = Literal["baseline", "model"]
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A checkpoint to score: directory or hub id, as the user typed it."""
-
-    role: Role
-    path: str
-    revision: str | None = None
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a piece of work, how much of it is done and how much there is, in tokens or runs."""
 
 
 @dataclass(frozen=True)
@@ -57,45 +39,47 @@ class Settings:
 
 @dataclass(frozen=True)
 class ModelResult:
-    """What was measured of one checkpoint. `label` is None for one that headpool did not make; `bos` says
-    whether a beginning-of-sequence token stood before each text. `cache_curve` is `geometry.cache_curve` in the
-    checkpoint's dtype.
+    """What was measured of one checkpoint. `bos`: whether a beginning-of-sequence token stood before each text;
+    `same_tokens`: whether it read the texts as the same tokens as the baseline (without one, the first model);
+    `cache_curve` is `geometry.cache_curve` in the checkpoint's dtype; `decode`: by context, then batch.
     """
 
     spec: ModelSpec
-    label: str | None
-    uptrained: bool
+    provenance: Provenance
     kv_heads: int | list[int]
     score: Score
     bits_per_byte: float
     bos: bool
+    same_tokens: bool
     cache: CacheReport
     cache_curve: tuple[tuple[int, int], ...]
+    positions: tuple[Bucket, ...]
+    tasks: tuple[TaskResult, ...]
+    samples: tuple[Sample, ...]
+    decode: tuple[Timing, ...] = ()
 
 
 @dataclass(frozen=True)
 class Report:
-    """`same_tokens`: all models read the data as the same tokens, so that their perplexities compare."""
+    """Results in the order in which the models were given."""
 
     models: tuple[ModelResult, ...]
     data: TextData
     settings: Settings
-    same_tokens: bool
+
+    @property
+    def same_tokens(self) -> bool:
+        """All models read the data as the same tokens, so that their perplexities compare."""
+        return all(result.same_tokens for result in self.models)
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    """A checkpoint that passed its checks; no weights in memory."""
+class _Reading:
+    """A checkpoint with the texts and prompts as its tokens."""
 
-    spec: ModelSpec
-    source: Source
-    layers: tuple[Layer, ...]
-    limit: int | None
-    vocabulary: int
-    checkpoint_dtype: torch.dtype
-    tokenizer: Any
-    label: str | None
-    uptrained: bool
+    candidate: Candidate
+    sequences: list[list[int]]
+    prompts: list[tuple[str, list[int]]] = field(repr=False)
 
 
 def evaluate(
@@ -107,39 +91,52 @@ def evaluate(
     batch_size: int = 8,
     dtype: str | None = None,
     device: str | None = None,
-    progress: Callable[[ModelSpec, int, int], None] | None = None,
+    contexts: Sequence[int] = (),
+    batches: Sequence[int] = (1,),
+    tasks: Sequence[str] = (),
+    prompts: Sequence[str] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
-    """Score the models on the data with the same windows, one model in memory at a time.
+    """Measure the models on the data with the same windows, one model in memory at a time.
 
     Each text has its own windows and, where the tokenizer has one, its own BOS. `window` defaults to the
     smallest of the models' positions and DEFAULT_WINDOW, `stride` to the window, `device` to a GPU where
-    there is one, `dtype` to float32 on a CPU and the checkpoint's on a GPU. `progress` is called with the
-    model and its tokens scored and to score. Everything is checked before the first weights are read. Raises
-    RequestError for what is impossible.
+    there is one, `dtype` to float32 on a CPU and the checkpoint's on a GPU, `prompts` to beginnings of the data's
+    documents (an empty list gives no samples). `tasks` are names or files for lm-evaluation-harness.
+
+    Decoding is timed where `contexts` are given: at each with each of `batches`, all models in memory together, since
+    they take turns. Everything is checked before the first weights are read. Raises RequestError for what is
+    impossible.
     """
     device = _device(device)
     dtype = _dtype_choice(dtype, device)
     if batch_size < 1:
         raise RequestError(f"batch size {batch_size}: one window at least is scored at a time")
-    candidates = [_open(spec) for spec in models]
+    candidates = [open_candidate(spec) for spec in models]
     window = _window(candidates, window)
     settings = Settings(window, window if stride is None else stride, batch_size, dtype, device)
     sliding_windows(0, settings.window, settings.stride)  # refuses a wrong stride before anything is tokenized
-    readings = [_tokenize(candidate, data.texts) for candidate in candidates]
-    for sequences in readings:
-        if max(map(len, sequences)) < 2:
-            raise RequestError(f"{data.name}: nothing to score: no text is longer than one token, BOS included")
+    _check_decoding(candidates, contexts, batches)
+    readings = _read(candidates, data, prompts)
+    harness = Tasks(tasks) if tasks else None
+    reference = next((one for one in readings if one.candidate.spec.role == "baseline"), readings[0])
     results = [
-        _measure(candidate, sequences, data, settings, progress)
-        for candidate, sequences in zip(candidates, readings, strict=True)
+        replace(
+            _measure(reading, data, settings, harness, progress),
+            same_tokens=reading.sequences == reference.sequences,
+        )
+        for reading in readings
     ]
-    return Report(tuple(results), data, settings, all(one == readings[0] for one in readings))
+    timings = _time(candidates, settings, contexts, batches, progress)
+    return Report(
+        tuple(replace(one, decode=decode) for one, decode in zip(results, timings, strict=True)), data, settings
+    )
 
 
 def _device(name: str | None) -> str:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=name)
+        torch.ones(1, device=name).item()  # a device without data ("meta") cannot give it back
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RequestError(f"device {name!r} cannot be used: {first_line(error)}") from error
     return name
@@ -153,79 +150,15 @@ def _dtype_choice(name: str | None, device: str) -> str:
     return name
 
 
-def _open(spec: ModelSpec) -> _Candidate:
-    source = checkpoint.open_source(spec.path, spec.revision)
-    try:
-        config = AutoConfig.from_pretrained(source.directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise RequestError(f"{spec.path}: its config cannot be read: {first_line(error)}") from error
-    text_config = config.get_text_config()
-    label, uptrained = _provenance(source)
-    return _Candidate(
-        spec=spec,
-        source=source,
-        layers=geometry.layers(source.config),
-        limit=next((getattr(text_config, name) for name in _POSITIONS if hasattr(text_config, name)), None),
-        vocabulary=text_config.vocab_size,
-        checkpoint_dtype=_checkpoint_dtype(config, source),
-        tokenizer=_tokenizer(spec, source),
-        label=label,
-        uptrained=uptrained,
-    )
+def _limits(candidates: Sequence[Candidate]) -> dict[str, int]:
+    return {one.spec.path: one.limit for one in candidates if one.limit is not None}
 
 
-def _tokenizer(spec: ModelSpec, source: Source) -> Any:
-    # Without its files some tokenizer classes come up with an empty vocabulary instead of failing.
-    if not any(any(source.directory.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise RequestError(f"{spec.path}: no tokenizer there (looked for {', '.join(_TOKENIZER_FILES)})")
-    try:
-        return AutoTokenizer.from_pretrained(source.directory, trust_remote_code=False)
-    except Exception as error:  # tokenizers fail in classes of their own, some of them bare Exception
-        raise RequestError(f"{spec.path}: its tokenizer cannot be read: {first_line(error)}") from error
-
-
-def _tokenize(candidate: _Candidate, texts: Sequence[str]) -> list[list[int]]:
-    """Tokens of each text, after BOS where the tokenizer has one; never what its template would add by
-    itself.
-    """
-    tokenizer = candidate.tokenizer
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    sequences = [bos + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-    largest = max((max(tokens) for tokens in sequences if tokens), default=0)
-    if largest >= candidate.vocabulary:
-        raise RequestError(
-            f"{candidate.spec.path}: its tokenizer gives token {largest}, but its model's vocabulary ends at "
-            f"{candidate.vocabulary - 1}: they do not belong together"
-        )
-    return sequences
-
-
-def _provenance(source: Source) -> tuple[str | None, bool]:
-    """What headpool.json says was done, in words, and whether uptraining was part of it."""
-    path = source.directory / checkpoint.PROVENANCE
-    if not path.is_file():
-        return None, False
-    done = headers.read_json_object(path.read_bytes(), checkpoint.PROVENANCE)
-    uptrained = "uptrain" in done
-    return "converted and uptrained" if uptrained else "converted, not yet uptrained", uptrained
-
-
-def _checkpoint_dtype(config: Any, source: Source) -> torch.dtype:
-    """The dtype that `from_pretrained(dtype="auto")` uses: the config's, else that of the first floating
-    tensor.
-    """
-    if isinstance(config.dtype, torch.dtype):
-        return config.dtype
-    names = {headers.TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
-    found = (names[record.dtype] for record in source.tensors.values() if record.dtype in names)
-    return next(found, torch.float32)
-
-
-def _window(candidates: Sequence[_Candidate], window: int | None) -> int:
+def _window(candidates: Sequence[Candidate], window: int | None) -> int:
     """The window, checked against every model's positions. At stride = window too a model is fed no more
     than `window` tokens: such a window has one more, but its last is only a target.
     """
-    limits = {one.spec.path: one.limit for one in candidates if one.limit is not None}
+    limits = _limits(candidates)
     if window is None:
         return min([*limits.values(), DEFAULT_WINDOW])
     for path, limit in limits.items():
@@ -234,64 +167,108 @@ def _window(candidates: Sequence[_Candidate], window: int | None) -> int:
     return window
 
 
+def _check_decoding(candidates: Sequence[Candidate], contexts: Sequence[int], batches: Sequence[int]) -> None:
+    for context in contexts:
+        if context < 2:
+            raise RequestError(f"context {context}: one token is prefilled and one decoded at least")
+        for path, limit in _limits(candidates).items():
+            if context > limit:
+                raise RequestError(f"context {context} is larger than the {limit} positions of {path}")
+    wrong = next((batch for batch in batches if batch < 1), None)
+    if wrong is not None or not batches:
+        raise RequestError(f"batch {wrong}: one sequence at least is decoded at a time")
+
+
+def _read(candidates: Sequence[Candidate], data: TextData, prompts: Sequence[str] | None) -> list[_Reading]:
+    """Tokenize texts and prompts for every model. Raises RequestError where nothing could be scored, and for a given
+    prompt that leaves no position for its continuation; default prompts that do are left out.
+    """
+    sequences = [[one.tokenize(text) for text in data.texts] for one in candidates]
+    for of_model in sequences:
+        if max(map(len, of_model)) < 2:
+            raise RequestError(f"{data.name}: nothing to score: no text is longer than one token, BOS included")
+    wanted = default_prompts(data.texts) if prompts is None else prompts
+    tokens = {prompt: [one.tokenize(prompt) for one in candidates] for prompt in wanted}
+    fitting = [prompt for prompt in wanted if all(map(_leaves_room, candidates, tokens[prompt]))]
+    for prompt in wanted if prompts is not None else ():
+        if prompt not in fitting:
+            raise RequestError(f"prompt {prompt[:40]!r}: empty, or longer than the models' positions")
+    return [
+        _Reading(one, of_model, [(prompt, tokens[prompt][index]) for prompt in fitting])
+        for index, (one, of_model) in enumerate(zip(candidates, sequences, strict=True))
+    ]
+
+
+def _leaves_room(candidate: Candidate, tokens: Sequence[int]) -> bool:
+    return bool(tokens) and (candidate.limit is None or len(tokens) < candidate.limit)
+
+
 def _measure(
-    candidate: _Candidate,
-    sequences: Sequence[Sequence[int]],
-    data: TextData,
-    settings: Settings,
-    progress: Callable[[ModelSpec, int, int], None] | None,
+    reading: _Reading, data: TextData, settings: Settings, harness: Tasks | None, progress: Progress | None
 ) -> ModelResult:
-    model = _load(candidate, settings)
-    scored = score(
+    candidate, sequences = reading.candidate, reading.sequences
+    windows = [sliding_windows(len(tokens), settings.window, settings.stride) for tokens in sequences]
+    prefill = max(sequences, key=len)[: max(settings.window, 2)]
+    with loaded([candidate], settings.dtype, settings.device) as models:
+        scored = _score(models[0], candidate, sequences, windows, settings.batch_size, progress)
+        return ModelResult(
+            spec=candidate.spec,
+            provenance=candidate.provenance,
+            kv_heads=candidate.kv_heads,
+            score=scored,
+            bits_per_byte=scored.nats / math.log(2) / data.bytes,
+            bos=candidate.tokenizer.bos_token_id is not None,
+            same_tokens=True,
+            cache=cache_report(models[0], candidate.layers, prefill, candidate.checkpoint_dtype),
+            cache_curve=candidate.cache_curve,
+            positions=by_position(windows, scored),
+            tasks=harness.run(models[0], candidate.tokenizer, settings.batch_size) if harness else (),
+            samples=_samples(models[0], reading),
+        )
+
+
+def _score(
+    model: Any,
+    candidate: Candidate,
+    sequences: Sequence[Sequence[int]],
+    windows: Sequence[Sequence[Window]],
+    batch_size: int,
+    progress: Progress | None,
+) -> Score:
+    name = f"evaluate {candidate.spec.path}"
+    return score(
         model,
         sequences,
-        [sliding_windows(len(tokens), settings.window, settings.stride) for tokens in sequences],
-        settings.batch_size,
-        None if progress is None else lambda done, total: progress(candidate.spec, done, total),
-    )
-    prefill = max(sequences, key=len)[: max(settings.window, 2)]
-    cache = cache_report(model, candidate.layers, prefill, candidate.checkpoint_dtype)
-    del model
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    kv_heads = [layer.kv_heads for layer in candidate.layers if layer.kind != "none"]
-    return ModelResult(
-        spec=candidate.spec,
-        label=candidate.label,
-        uptrained=candidate.uptrained,
-        kv_heads=kv_heads[0] if len(set(kv_heads)) == 1 else kv_heads,
-        score=scored,
-        bits_per_byte=scored.nats / math.log(2) / data.bytes,
-        bos=candidate.tokenizer.bos_token_id is not None,
-        cache=cache,
-        cache_curve=geometry.cache_curve(
-            candidate.layers, itemsize=candidate.checkpoint_dtype.itemsize, positions=candidate.limit
-        ),
+        windows,
+        batch_size,
+        None if progress is None else lambda done, total: progress(name, done, total),
     )
 
 
-def _load(candidate: _Candidate, settings: Settings) -> Any:
-    """The model in its stock class. A tensor that is missing or of another shape would be filled at
-    random: refused.
-    """
-    transformers.utils.logging.disable_progress_bar()  # `progress` is what is shown
-    path = candidate.spec.path
-    dtype = candidate.checkpoint_dtype if settings.dtype == AUTO else DTYPES[settings.dtype]
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            candidate.source.directory,
-            dtype=dtype,
-            device_map=settings.device,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{path} cannot be loaded: {first_line(error)}") from error
-    wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
-    if wrong:
-        raise RequestError(
-            f"{path}: {len(wrong)} tensors are missing or of another shape than its config says ({wrong[0]})"
-        )
-    return model
+def _samples(model: Any, reading: _Reading) -> tuple[Sample, ...]:
+    candidate = reading.candidate
+    samples = []
+    for prompt, tokens in reading.prompts:
+        room = NEW_TOKENS if candidate.limit is None else min(NEW_TOKENS, candidate.limit - len(tokens))
+        samples.append(Sample(prompt, continue_greedily(model, candidate.tokenizer, tokens, room)))
+    return tuple(samples)
+
+
+def _time(
+    candidates: Sequence[Candidate],
+    settings: Settings,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    progress: Progress | None,
+) -> list[tuple[Timing, ...]]:
+    """Timings of each candidate, by context, then batch."""
+    if not contexts:
+        return [()] * len(candidates)
+    rows = []
+    with loaded(candidates, settings.dtype, settings.device) as models:
+        for context in contexts:
+            for batch in batches:
+                name = f"decode {context} x {batch}"
+                report = None if progress is None else lambda done, total, name=name: progress(name, done, total)
+                rows.append(time_decoding(models, [one.layers for one in candidates], context, batch, report))
+    return list(zip(*rows, strict=True))

@@ -34,18 +34,20 @@ Lists are empty where nothing of the kind was measured. Seconds are medians, spr
 
 import json
 import os
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.table import Table
-from rich.text import Text
 
 from headpool import __version__
 from headpool.errors import HeadpoolError, RequestError
+from headpool.eval.decode import Timing
 from headpool.eval.evaluate import ModelResult, Report
+from headpool.eval.models import UNADAPTED
 
 FILE = "report.json"
 
@@ -59,14 +61,18 @@ def check_out(out_dir: Path) -> None:
         raise RequestError(f"{out_dir}: {nearest} is not writable")
 
 
-def write_report(report: Report, out_dir: Path) -> Path:
+def write_report(
+    report: Report, out_dir: Path, *, recipe: str | None = None, training: Mapping[str, Any] | None = None
+) -> Path:
     """Write report.json into a directory, made where it is not there, at one stroke; returns its path.
 
-    Raises HeadpoolError when it cannot be written; an earlier report is then still whole.
+    `recipe` is the YAML text of the recipe that was run, `training` what uptraining recorded. Raises HeadpoolError when
+    it cannot be written; an earlier report is then still whole.
     """
     out_dir = Path(out_dir)
     path, partial = out_dir / FILE, out_dir / f".{FILE}.partial"
-    text = json.dumps(as_json(report), indent=2, allow_nan=False) + "\n"
+    values = as_json(report) | {"recipe": recipe} | ({} if training is None else {"training": training})
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         with partial.open("w", encoding="utf-8") as file:
@@ -79,12 +85,21 @@ def write_report(report: Report, out_dir: Path) -> Path:
     return path
 
 
+def read_report(path: Path) -> dict[str, Any]:
+    """A report.json that `write_report` wrote."""
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return report
+
+
 def as_json(report: Report) -> dict[str, Any]:
-    """The report in JSON's types. `comparison` is None without a baseline."""
+    """The report in JSON's types, without a recipe."""
     settings = report.settings
+    baseline = next((result for result in report.models if result.spec.role == "baseline"), None)
+    models = [_model(result, baseline) for result in report.models]
+    compared = [model["comparison"] for model in models if model["comparison"] is not None]
     return {
-        "models": [_model(result) for result in report.models],
-        "comparison": comparison(report),
+        "models": models,
+        "comparison": compared[0] if len(models) == 2 and compared else None,
         "data": {
             "name": report.data.name,
             "sha256": report.data.sha256,
@@ -104,16 +119,19 @@ def as_json(report: Report) -> dict[str, Any]:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
+        "recipe": None,
     }
 
 
-def _model(result: ModelResult) -> dict[str, Any]:
+def _model(result: ModelResult, baseline: ModelResult | None) -> dict[str, Any]:
+    compared = baseline is not None and result is not baseline
+    speedups = _speedups(result, baseline) if compared else [None] * len(result.decode)
     return {
         "role": result.spec.role,
         "path": result.spec.path,
         "revision": result.spec.revision,
-        "label": result.label,
-        "uptrained": result.uptrained,
+        "label": result.provenance.label,
+        "uptrained": result.provenance.uptrained,
         "kv_heads": result.kv_heads,
         "perplexity": result.score.perplexity,
         "nats": result.score.nats,
@@ -131,20 +149,41 @@ def _model(result: ModelResult) -> dict[str, Any]:
             "flagged": result.cache.flagged,
         },
         "cache_curve": [{"tokens": tokens, "bytes": size} for tokens, size in result.cache_curve],
+        "comparison": _comparison(result, baseline, speedups) if compared else None,
+        "decode": [_timing(one, speedup) for one, speedup in zip(result.decode, speedups, strict=True)],
+        "positions": [
+            {"first": one.first, "last": one.last, "tokens": one.tokens, "nats": one.nats, "perplexity": one.perplexity}
+            for one in result.positions
+        ],
+        "tasks": [
+            {"task": one.task, "metric": one.metric, "value": one.value, "stderr": one.stderr, "samples": one.samples}
+            for one in result.tasks
+        ],
+        "samples": [{"prompt": one.prompt, "text": one.text} for one in result.samples],
+        "conversion": result.provenance.conversion,
     }
 
 
-def comparison(report: Report) -> dict[str, float | None] | None:
+def _speedups(result: ModelResult, baseline: ModelResult) -> list[float]:
+    return [
+        theirs.seconds_per_token / ours.seconds_per_token
+        for ours, theirs in zip(result.decode, baseline.decode, strict=True)
+    ]
+
+
+def _comparison(result: ModelResult, baseline: ModelResult, speedups: Sequence[float]) -> dict[str, float | None]:
     """The model's figures divided by the baseline's; perplexities only where both read the same tokens."""
-    by_role = {result.spec.role: result for result in report.models}
-    if set(by_role) != {"baseline", "model"}:
-        return None
-    baseline, model = by_role["baseline"], by_role["model"]
     return {
-        "perplexity_ratio": model.score.perplexity / baseline.score.perplexity if report.same_tokens else None,
-        "bits_per_byte_ratio": model.bits_per_byte / baseline.bits_per_byte,
-        "cache_ratio": model.cache.allocated / baseline.cache.allocated,
+        "perplexity_ratio": result.score.perplexity / baseline.score.perplexity if result.same_tokens else None,
+        "bits_per_byte_ratio": result.bits_per_byte / baseline.bits_per_byte,
+        "cache_ratio": result.cache.allocated / baseline.cache.allocated,
+        "decode_speedup": statistics.geometric_mean(speedups) if speedups else None,
     }
+
+
+def _timing(timing: Timing, speedup: float | None) -> dict[str, Any]:
+    spreads = {name: list(getattr(timing, name)) for name in ("prefill_spread", "seconds_per_token_spread")}
+    return {**asdict(timing), **spreads, "bandwidth": timing.bandwidth, "speedup": speedup}
 
 
 def notes(report: Report) -> list[str]:
@@ -154,57 +193,24 @@ def notes(report: Report) -> list[str]:
         found.append("the models' tokenizers differ: compare them in bits per byte, not in perplexity")
     if len({result.cache.dtype for result in report.models}) > 1:
         found.append("the models were evaluated in different dtypes; --dtype holds them to one")
+    if any(result.decode for result in report.models):
+        found.append(
+            "fewer K/V heads speed up decoding, which is bound by what it reads; the prefill, bound by arithmetic, they "
+            "hardly touch"
+        )
     for result in report.models:
-        if not result.bos:
-            found.append(f"{result.spec.path}: no BOS token, so the first token of each text is not scored")
-        if result.cache.explanation is not None:
-            found.append(f"{result.spec.path}: cache: {result.cache.explanation}")
+        found += [f"{result.spec.path}: {line}" for line in _own_notes(result)]
     return found
 
 
-def table(report: Mapping[str, Any]) -> Table:
-    """A report, in JSON's types: one row a model, one for the comparison, and the conditions beneath."""
-    data, settings = report["data"], report["settings"]
-    conditions = (
-        f"{data['name']}: texts {data['texts']}, bytes {data['bytes']}, SHA-256 {data['sha256'][:12]}; "
-        f"window {settings['window']}, stride {settings['stride']}, {settings['device']}"
-    )
-    result = Table(caption=Text("\n".join([conditions, *report["notes"]])), caption_justify="left")
-    result.add_column("model", overflow="fold")
-    for name in ("K/V heads", "perplexity", "bits/byte", "tokens", "cache bytes/token", "allocated", "dtype"):
-        result.add_column(name, justify="right")
-    for model in report["models"]:
-        result.add_row(*map(Text, _row(model)))
-    ratios = report["comparison"]
-    if ratios is not None:
-        result.add_section()
-        perplexity, bits, cache = (_ratio(value) for value in ratios.values())
-        result.add_row("model / baseline", "", perplexity, bits, "", "", cache, "")
-    return result
-
-
-def _row(model: Mapping[str, Any]) -> tuple[str, ...]:
-    cache, heads = model["cache_bytes_per_token"], model["kv_heads"]
-    formula = str(cache["formula"])
-    if cache["checkpoint_dtype"] != model["dtype"]:
-        formula += f" ({cache['formula_in_checkpoint_dtype']} in {cache['checkpoint_dtype']})"
-    return (
-        f"{model['path']} ({model['label'] or model['role']})",
-        ", ".join(map(str, sorted({heads} if isinstance(heads, int) else set(heads)))),
-        f"{model['perplexity']:.3f}",
-        f"{model['bits_per_byte']:.4f}",
-        str(model["tokens"]),
-        formula,
-        f"{cache['allocated']:.0f}",
-        model["dtype"],
-    )
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}x"
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """A report.json that `write_report` wrote."""
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return report
+def _own_notes(result: ModelResult) -> Iterator[str]:
+    if result.provenance.label == UNADAPTED:
+        yield f"{UNADAPTED}: its quality is where training starts, not what it ends with"
+    if not result.bos:
+        yield "no BOS token, so the first token of each text is not scored"
+    if result.cache.explanation is not None:
+        yield f"cache: {result.cache.explanation}"
+    if any(not one.kernel.grouped for one in result.decode):
+        yield next(one.kernel.explanation for one in result.decode if not one.kernel.grouped)
+    if any(not one.preallocated for one in result.decode):
+        yield "its class takes no preallocated cache: decoding was timed on one that grows"

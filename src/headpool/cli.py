@@ -40,7 +40,13 @@ def main() -> None:
     for number in SIGNALS:
         signal.signal(number, _on_signal)
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit would try, and fail, once more
+        _fail(error.strerror or str(error), 1)
     except HeadpoolError as error:
         _fail(str(error), error.exit_code)
     except Signalled as stop:
@@ -144,12 +150,14 @@ def convert(
 
 @app.command(name="eval")
 def evaluate(
-    model: Model,
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help="Checkpoint directories or hub ids.", show_default=False)
+    ],
     data: Annotated[
         str,
         typer.Option(help="A .txt, .jsonl or .parquet file, compressed or not, or a data set on the hub."),
     ],
-    out: Annotated[Path, typer.Option(help="Directory for report.json.")],
+    out: Annotated[Path, typer.Option(help="Directory for the report.")],
     baseline: Annotated[str | None, typer.Option(help="The model to compare with.")] = None,
     text_column: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
     data_config: Annotated[str | None, typer.Option(help="Configuration of a data set on the hub.")] = None,
@@ -161,18 +169,31 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(help="Windows per forward pass.")] = 8,
     dtype: Annotated[str | None, typer.Option(help="Default: float32 on a CPU, the checkpoint's on a GPU.")] = None,
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; default: a GPU if any.")] = None,
-    revision: Revision = None,
+    contexts: Annotated[
+        str | None,
+        typer.Option(help="Time decoding at these lengths, such as 512,2048; all models are in memory then."),
+    ] = None,
+    batches: Annotated[str, typer.Option(help="Sequences decoded at a time, such as 1,8.")] = "1",
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness, or their YAML files: a,b.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", help="Continue this greedily; may be repeated. Default: beginnings in the data."),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of MODEL on the hub.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Perplexity and K/V-cache bytes of a model, beside those of another.
+    """Perplexity, K/V-cache bytes, samples, decode time and tasks of models, beside those of a baseline.
 
     Example: headpool eval llama-2-7b-gqa8 --baseline meta-llama/Llama-2-7b-hf --data test.txt --out report
     """
+    if revision is not None and len(models) > 1:
+        raise typer.BadParameter("--revision belongs to one MODEL; give its directory instead")
+    lengths, sizes = _numbers("--contexts", contexts), _numbers("--batches", batches)
     with _stdout_for_json(as_json):
-        from headpool.eval.evaluate import ModelSpec
         from headpool.eval.evaluate import evaluate as run_evaluation
-        from headpool.eval.report import as_json as report_dict
-        from headpool.eval.report import check_out, table, write_report
+        from headpool.eval.models import ModelSpec
+        from headpool.eval.report import check_out, read_report, write_report
+        from headpool.eval.tables import table
         from headpool.progress import Progress
         from headpool.text import read_texts
 
@@ -181,17 +202,21 @@ def evaluate(
         specs = [ModelSpec("baseline", baseline)] if baseline is not None else []
         with Progress("tokens") as progress:
             report = run_evaluation(
-                [*specs, ModelSpec("model", model, revision)],
+                [*specs, *(ModelSpec("model", model, revision) for model in models)],
                 texts,
                 window=window,
                 stride=stride,
                 batch_size=batch_size,
                 dtype=dtype,
                 device=device,
-                progress=lambda spec, done, total: progress(f"evaluate {spec.path}", done, total),
+                contexts=lengths,
+                batches=sizes,
+                tasks=tasks.split(",") if tasks else (),
+                prompts=prompts or None,
+                progress=progress,
             )
         path = write_report(report, out)
-    values = report_dict(report)
+    values = read_report(path)
     _show(table(values), values, as_json)
     if not as_json:
         typer.echo(f"report: {path}")
@@ -245,6 +270,14 @@ def copy(
 
     path = copy_recipe(name, Path.cwd())
     _show(f"copied to {path}", {"recipe": str(path)}, as_json)
+
+
+def _numbers(option: str, text: str | None) -> list[int]:
+    """The whole numbers in "512,2048"."""
+    try:
+        return [int(number) for number in text.split(",")] if text else []
+    except ValueError:
+        raise typer.BadParameter(f"{option}: {text!r} is no list of whole numbers such as 512,2048") from None
 
 
 @contextlib.contextmanager

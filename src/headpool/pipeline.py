@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ from headpool.text import read_texts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from headpool.eval.models import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class RunResult:
         ]
         if self.report is None:
             return Group(*lines, f"output: {self.output}")
-        from headpool.eval.report import read_report, table
+        from headpool.eval.report import read_report
+        from headpool.eval.tables import table
 
         return Group(table(read_report(Path(self.report))), *lines, f"output: {self.output}", f"report: {self.report}")
 
@@ -126,6 +129,8 @@ def _stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
         lambda: _convert(recipe, converted),
     )
     if (section := recipe.eval) is not None:
+        from headpool.eval.models import ModelSpec
+
         data = Path(section.data)
         inputs = {
             **original,
@@ -133,7 +138,11 @@ def _stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
             "data": identity(data) if data.exists() else section.data,
             "options": section.model_dump(exclude={"data"}),
         }
-        yield Stage("eval", report, "report.json", inputs, lambda: _evaluate(recipe, section, converted, report))
+        models = [
+            ModelSpec("baseline", recipe.model, recipe.revision),
+            ModelSpec("model", str(converted)),
+        ]
+        yield Stage("eval", report, "report.json", inputs, lambda: _evaluate(recipe, section, models, report))
 
 
 def _convert(recipe: Recipe, out: Path) -> None:
@@ -155,12 +164,17 @@ def _convert(recipe: Recipe, out: Path) -> None:
         )
 
 
-def _evaluate(recipe: Recipe, section: EvalSection, converted: Path, out: Path) -> None:
-    from headpool.eval.evaluate import ModelSpec, evaluate
+def _evaluate(
+    recipe: Recipe,
+    section: EvalSection,
+    models: Sequence["ModelSpec"],
+    out: Path,
+    training: Mapping[str, Any] | None = None,
+) -> None:
+    from headpool.eval.evaluate import evaluate
     from headpool.eval.report import write_report
 
     data = read_texts(section.data, section.text_column, config=section.data_config, split=section.split)
-    models = [ModelSpec("baseline", recipe.model, recipe.revision), ModelSpec("model", str(converted))]
     with Progress("tokens") as progress:
         report = evaluate(
             models,
@@ -170,10 +184,14 @@ def _evaluate(recipe: Recipe, section: EvalSection, converted: Path, out: Path) 
             batch_size=section.batch_size,
             dtype=section.dtype,
             device=section.device,
-            progress=lambda spec, done, total: progress(f"evaluate {spec.path}", done, total),
+            contexts=section.contexts,
+            batches=section.batches,
+            tasks=section.tasks,
+            prompts=section.prompts,
+            progress=progress,
         )
     with staged(out, overwrite=True) as partial:
-        write_report(report, partial)
+        write_report(report, partial, recipe=recipe.to_yaml(), training=training)
 
 
 def _bring_up_to_date(stage: Stage, note: Path, *, fresh: bool) -> StageResult:

@@ -53,6 +53,10 @@ class EvalSection(Section):
     batch_size: Positive = Field(8, description="windows per forward pass")
     dtype: Dtype | None = Field(None, description="default: float32 on a CPU, the checkpoint's on a GPU")
     device: str | None = Field(None, description="such as cpu or cuda:0; default: a GPU where there is one")
+    contexts: tuple[Annotated[int, Field(ge=2)], ...] = Field((), description="tokens in the cache to time decoding at")
+    batches: tuple[Positive, ...] = Field((1,), min_length=1, description="sequences decoded at a time")
+    tasks: tuple[str, ...] = Field((), description="tasks of lm-evaluation-harness, or their YAML files")
+    prompts: tuple[str, ...] | None = Field(None, description="continued greedily; default: beginnings in the data")
 
     @model_validator(mode="after")
     def _stride_within_window(self) -> Self:
@@ -70,6 +74,10 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     convert: ConvertSection
     eval: EvalSection | None = None
+
+    def to_yaml(self) -> str:
+        """The recipe with what was overridden, and without what is at its default, as text for a recipe's file."""
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
 
 
 def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -194,5 +202,10 @@ def _resolved(recipe: Recipe, folder: Path) -> Recipe:
         local = folder / Path(value).expanduser()
         return str(local) if local.exists() else value
 
-    evaluation = recipe.eval and recipe.eval.model_copy(update={"data": resolve(recipe.eval.data)})
+    evaluation = recipe.eval and recipe.eval.model_copy(
+        update={
+            "data": resolve(recipe.eval.data),
+            "tasks": tuple(resolve(task) if task.endswith(".yaml") else task for task in recipe.eval.tasks),
+        }
+    )
     return recipe.model_copy(update={"model": resolve(recipe.model), "eval": evaluation})

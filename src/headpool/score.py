@@ -58,11 +58,16 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp(nats / tokens). Raises HeadpoolError where that exceeds the largest float."""
-        try:
-            return math.exp(self.nats / self.tokens)
-        except OverflowError as error:
-            raise HeadpoolError(f"{self.nats / self.tokens:.0f} nats per token: these weights are broken") from error
+        """Of all tokens scored. Raises HeadpoolError as `perplexity` does."""
+        return perplexity(self.nats, self.tokens)
+
+
+def perplexity(nats: float, tokens: int) -> float:
+    """exp(nats / tokens). Raises HeadpoolError where that exceeds the largest float."""
+    try:
+        return math.exp(nats / tokens)
+    except OverflowError as error:
+        raise HeadpoolError(f"{nats / tokens:.0f} nats per token: these weights are broken") from error
 
 
 def sliding_windows(n: int, window: int, stride: int) -> list[Window]:

@@ -22,8 +22,10 @@ from transformers import (
 )
 
 from headpool.errors import HeadpoolError, RequestError
-from headpool.eval.evaluate import ModelSpec, Report, evaluate
-from headpool.eval.report import as_json, check_out, table, write_report
+from headpool.eval.evaluate import Report, evaluate
+from headpool.eval.models import ModelSpec
+from headpool.eval.report import as_json, check_out, write_report
+from headpool.eval.tables import table
 from headpool.text import TextData, read_texts
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
@@ -195,7 +197,10 @@ def test_the_report_holds_the_fields_that_scripts_rely_on(compared: Report, tmp_
         "perplexity_ratio": pytest.approx(model["perplexity"] / baseline["perplexity"]),
         "bits_per_byte_ratio": pytest.approx(model["bits_per_byte"] / baseline["bits_per_byte"]),
         "cache_ratio": 0.25,
+        "decode_speedup": None,
     }
+    assert (baseline["comparison"], model["comparison"]) == (None, written["comparison"])
+    assert (baseline["conversion"], model["conversion"]) == (None, {"method": "mean", "layers": []})
     assert written["data"] == {"name": "texts", "sha256": "0" * 64, "texts": 1, "bytes": len(TEXT.encode())}
     assert written["settings"]["window"] == written["settings"]["stride"] == 32
     assert written["versions"]["torch"] == torch.__version__
