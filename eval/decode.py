@@ -78,10 +78,10 @@ def time_decoding(
 
     Each is run once before, to warm up and to see which kernel it uses. Every run fills the same cache to the same
     length, and the device is waited for before and after what is timed. `layers` are those of each model. `progress`
-    is called with runs done and to do.
+    is called with tokens done and to do.
     """
     runs = [_Run(model, of_model, context, batch) for model, of_model in zip(models, layers, strict=True)]
-    total = len(runs) * (repeats + 1)
+    tokens = batch * context
     seconds: list[list[tuple[float, float]]] = [[] for _ in runs]
     for turn in range(repeats + 1):
         for index, run in enumerate(runs):
@@ -90,7 +90,7 @@ def time_decoding(
             else:
                 seconds[index].append(run.time())
             if progress is not None:
-                progress(turn * len(runs) + index + 1, total)
+                progress((turn * len(runs) + index + 1) * tokens, len(runs) * (repeats + 1) * tokens)
     return [run.timing(of_run) for run, of_run in zip(runs, seconds, strict=True)]
 
 
@@ -172,8 +172,8 @@ def weight_bytes(model: Any, batch: int) -> int:
     that is not the output embedding's tensor only a row a token.
     """
     tensors = {one.data_ptr(): one for one in (*model.parameters(), *model.buffers())}
-    total = sum(one.nbytes for one in tensors.values())
-    table = model.get_input_embeddings().weight
+    total: int = sum(one.nbytes for one in tensors.values())
+    table: torch.Tensor = model.get_input_embeddings().weight
     output = model.get_output_embeddings()
     if output is not None and output.weight.data_ptr() == table.data_ptr():
         return total
@@ -198,13 +198,13 @@ def preallocates(model: Any) -> bool:
     return stored_bytes(cache) > 0 and bool(((logits - expected).abs() <= near).all())
 
 
-class _Observer(TorchDispatchMode):
+class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the attention operator that runs within it, and whether anything wrote keys or values for every query head:
     a new tensor of as many elements as a layer's keys would have then.
     """
 
     def __init__(self, model: Any, cache: Any, layers: Sequence[Layer]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._implementation = model.config.get_text_config()._attn_implementation or "eager"
         heads = {layer.kv_heads: layer.heads for layer in layers if layer.kind != "none"}
         self._fewer = {kv: h for kv, h in heads.items() if kv < h}

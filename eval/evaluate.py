@@ -23,7 +23,7 @@ DEFAULT_WINDOW = 2048
 """Window where none is asked for and the models' positions do not limit it further."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of a piece of work, how much of it is done and how much there is, in tokens or runs."""
+"""Called with the name of a piece of work, how much of it is done and how much there is, in tokens."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ report.json is one object. Fields may be added; the ones here keep their names a
                 list where layers differ), perplexity, nats, tokens, bits_per_byte, bos, dtype
       cache_bytes_per_token  formula, allocated, tokens, checkpoint_dtype, formula_in_checkpoint_dtype, explanation,
                              flagged
-      cache_curve[]  tokens (powers of two up to the model's positions or 131072), bytes (of one sequence's cache, by the
-                  formula, in the checkpoint's dtype; sliding layers hold their window)
+      cache_curve[]  tokens (powers of two up to the model's positions or 131072), bytes (of one sequence's cache, by
+                  the formula, in the checkpoint's dtype; sliding layers hold their window)
       comparison  None for the baseline and where there is none; else this model's figure divided by the baseline's:
                   perplexity_ratio (None where tokens differ), bits_per_byte_ratio, cache_ratio, and the baseline's
                   seconds divided by this model's: decode_speedup (geometric mean over decode[]; None without it)
@@ -35,7 +35,7 @@ Lists are empty where nothing of the kind was measured. Seconds are medians, spr
 import json
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def as_json(report: Report) -> dict[str, Any]:
     """The report in JSON's types, without a recipe."""
     settings = report.settings
     baseline = next((result for result in report.models if result.spec.role == "baseline"), None)
-    models = [_model(result, baseline) for result in report.models]
+    models = [_model(result, None if result is baseline else baseline) for result in report.models]
     compared = [model["comparison"] for model in models if model["comparison"] is not None]
     return {
         "models": models,
@@ -124,8 +124,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _model(result: ModelResult, baseline: ModelResult | None) -> dict[str, Any]:
-    compared = baseline is not None and result is not baseline
-    speedups = _speedups(result, baseline) if compared else [None] * len(result.decode)
+    """One model's figures, with ratios to those of a baseline where there is one to compare with."""
     return {
         "role": result.spec.role,
         "path": result.spec.path,
@@ -149,8 +148,8 @@ def _model(result: ModelResult, baseline: ModelResult | None) -> dict[str, Any]:
             "flagged": result.cache.flagged,
         },
         "cache_curve": [{"tokens": tokens, "bytes": size} for tokens, size in result.cache_curve],
-        "comparison": _comparison(result, baseline, speedups) if compared else None,
-        "decode": [_timing(one, speedup) for one, speedup in zip(result.decode, speedups, strict=True)],
+        "comparison": None if baseline is None else _comparison(result, baseline),
+        "decode": [_timing(one, baseline) for one in result.decode],
         "positions": [
             {"first": one.first, "last": one.last, "tokens": one.tokens, "nats": one.nats, "perplexity": one.perplexity}
             for one in result.positions
@@ -164,15 +163,9 @@ def _model(result: ModelResult, baseline: ModelResult | None) -> dict[str, Any]:
     }
 
 
-def _speedups(result: ModelResult, baseline: ModelResult) -> list[float]:
-    return [
-        theirs.seconds_per_token / ours.seconds_per_token
-        for ours, theirs in zip(result.decode, baseline.decode, strict=True)
-    ]
-
-
-def _comparison(result: ModelResult, baseline: ModelResult, speedups: Sequence[float]) -> dict[str, float | None]:
+def _comparison(result: ModelResult, baseline: ModelResult) -> dict[str, float | None]:
     """The model's figures divided by the baseline's; perplexities only where both read the same tokens."""
+    speedups = [_speedup(one, baseline) for one in result.decode]
     return {
         "perplexity_ratio": result.score.perplexity / baseline.score.perplexity if result.same_tokens else None,
         "bits_per_byte_ratio": result.bits_per_byte / baseline.bits_per_byte,
@@ -181,9 +174,19 @@ def _comparison(result: ModelResult, baseline: ModelResult, speedups: Sequence[f
     }
 
 
-def _timing(timing: Timing, speedup: float | None) -> dict[str, Any]:
-    spreads = {name: list(getattr(timing, name)) for name in ("prefill_spread", "seconds_per_token_spread")}
-    return {**asdict(timing), **spreads, "bandwidth": timing.bandwidth, "speedup": speedup}
+def _speedup(timing: Timing, baseline: ModelResult) -> float:
+    same = next(one for one in baseline.decode if (one.context, one.batch) == (timing.context, timing.batch))
+    return same.seconds_per_token / timing.seconds_per_token
+
+
+def _timing(timing: Timing, baseline: ModelResult | None) -> dict[str, Any]:
+    return {
+        **asdict(timing),
+        "prefill_spread": list(timing.prefill_spread),
+        "seconds_per_token_spread": list(timing.seconds_per_token_spread),
+        "bandwidth": timing.bandwidth,
+        "speedup": None if baseline is None else _speedup(timing, baseline),
+    }
 
 
 def notes(report: Report) -> list[str]:
@@ -195,8 +198,8 @@ def notes(report: Report) -> list[str]:
         found.append("the models were evaluated in different dtypes; --dtype holds them to one")
     if any(result.decode for result in report.models):
         found.append(
-            "fewer K/V heads speed up decoding, which is bound by what it reads; the prefill, bound by arithmetic, they "
-            "hardly touch"
+            "fewer K/V heads speed up decoding, which is bound by what it reads, but not the prefill, which is bound "
+            "by arithmetic"
         )
     for result in report.models:
         found += [f"{result.spec.path}: {line}" for line in _own_notes(result)]

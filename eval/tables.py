@@ -98,12 +98,12 @@ def _timing(one: Mapping[str, Any]) -> Iterator[str]:
     yield str(one["context"])
     yield str(one["batch"])
     for seconds, spread in (("prefill_seconds", "prefill_spread"), ("seconds_per_token", "seconds_per_token_spread")):
-        low, high = one[spread]
-        yield f"{one[seconds] * 1e3:.2f} ({low * 1e3:.2f}-{high * 1e3:.2f})"
+        middle, low, high = (_milliseconds(value) for value in (one[seconds], *one[spread]))
+        yield f"{middle} ({low}-{high})"
     yield "" if one["speedup"] is None else f"{one['speedup']:.2f}x"
     yield format_bytes(one["bytes_per_token"])
     yield f"{one['bandwidth'] / 1e9:.1f} GB/s"
-    yield "as grouped" if one["kernel"]["grouped"] else "expanded"
+    yield "in place" if one["kernel"]["grouped"] else "expanded"
 
 
 def _tasks(models: Sequence[Mapping[str, Any]]) -> Table:
@@ -116,6 +116,10 @@ def _tasks(models: Sequence[Mapping[str, Any]]) -> Table:
 
 def _name(model: Mapping[str, Any]) -> str:
     return f"{model['path']} ({model['label'] or model['role']})"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
 def _ratio(value: float | None) -> str:
