@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,9 +111,9 @@ class _Run:
         self._prefill()
         for step in range(self._steps - 1):
             self._decode(step)
-        with observed_kernel(self._model, self._cache, self._layers) as seen:
+        with _Observer(self._model, self._cache, self._layers) as observer:
             self._decode(self._steps - 1)
-        self._kernel = seen.kernel()
+        self._kernel = observer.kernel()
 
     def time(self) -> tuple[float, float]:
         """Seconds of the prefill, and of a decode step on average."""
@@ -171,7 +170,7 @@ def weight_bytes(model: Any, batch: int) -> int:
     """Bytes of weights that one decode step of `batch` tokens reads: all, each tensor once, but of an input embedding
     that is not the output embedding's tensor only a row a token.
     """
-    tensors = {one.data_ptr(): one for one in (*model.parameters(), *model.buffers())}
+    tensors = {one.data_ptr(): one for one in model.parameters()}
     total: int = sum(one.nbytes for one in tensors.values())
     table: torch.Tensor = model.get_input_embeddings().weight
     output = model.get_output_embeddings()
@@ -199,38 +198,47 @@ def preallocates(model: Any) -> bool:
 
 
 class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the attention operator that runs within it, and whether anything wrote keys or values for every query head:
-    a new tensor of as many elements as a layer's keys would have then.
+    """Notes the attention operator that runs within it, and whether keys or values were written for every query head:
+    a new tensor of as many elements as a layer's would have then.
+
+    Not for inference mode: there composite operators come whole, with the kernel that they choose out of sight.
     """
 
     def __init__(self, model: Any, cache: Any, layers: Sequence[Layer]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._implementation = model.config.get_text_config()._attn_implementation or "eager"
-        heads = {layer.kv_heads: layer.heads for layer in layers if layer.kind != "none"}
-        self._fewer = {kv: h for kv, h in heads.items() if kv < h}
-        kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None]
-        self._expanded_sizes = {
-            one.numel() // one.shape[1] * self._fewer[one.shape[1]] for one in kept if one.shape[1] in self._fewer
+        self._cache = cache
+        self._fewer = {
+            layer.kv_heads: layer.heads for layer in layers if layer.kv_heads < layer.heads and layer.kind != "none"
         }
         self._operator: str | None = None
-        self._expanded = False
+        self._written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.rpartition("::")[2].lstrip("_")
         if "attention" in name or "attn" in name:
             self._operator = name
-        if isinstance(result, torch.Tensor) and result.numel() in self._expanded_sizes:
+        if isinstance(result, torch.Tensor):
             given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
-            self._expanded |= result.untyped_storage().data_ptr() not in given
+            if result.untyped_storage().data_ptr() not in given:
+                self._written.add(result.numel())
         return result
+
+    def _expanded_sizes(self) -> Iterator[int]:
+        for layer in self._cache.layers:
+            for kept in filter(lambda one: one is not None, (layer.keys, layer.values)):
+                batch, kv_heads, tokens, head_dim = kept.shape
+                if kv_heads in self._fewer:
+                    for read in (tokens, tokens + 1):  # a sliding layer that grows reads one more than it keeps
+                        yield batch * self._fewer[kv_heads] * read * head_dim
 
     def kernel(self) -> Kernel:
         name = ": ".join(filter(None, (self._implementation, self._operator)))
         if not self._fewer:
             return Kernel(name, True, "as many K/V heads as query heads: nothing to expand")
         counts = " and ".join(f"{kv} K/V heads" for kv in sorted(self._fewer))
-        if self._expanded:
+        if self._written.intersection(self._expanded_sizes()):
             return Kernel(
                 name,
                 False,
@@ -238,11 +246,3 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "smaller, but every step reads it and writes and reads the expanded copy",
             )
         return Kernel(name, True, f"{counts} were read as they lie in the cache")
-
-
-@contextmanager
-def observed_kernel(model: Any, cache: Any, layers: Sequence[Layer]) -> Iterator[_Observer]:
-    """Watch what runs within it; `.kernel()` of what it gives then says which kernel that was."""
-    # Not in inference mode: there composite operators would come whole, with the kernel that they choose out of sight.
-    with _Observer(model, cache, layers) as observer:
-        yield observer

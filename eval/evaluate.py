@@ -174,9 +174,10 @@ def _check_decoding(candidates: Sequence[Candidate], contexts: Sequence[int], ba
         for path, limit in _limits(candidates).items():
             if context > limit:
                 raise RequestError(f"context {context} is larger than the {limit} positions of {path}")
-    wrong = next((batch for batch in batches if batch < 1), None)
-    if wrong is not None or not batches:
-        raise RequestError(f"batch {wrong}: one sequence at least is decoded at a time")
+    if contexts and not batches:
+        raise RequestError("no batch size to decode at")
+    if min(batches, default=1) < 1:
+        raise RequestError(f"batch {min(batches)}: one sequence at least is decoded at a time")
 
 
 def _read(candidates: Sequence[Candidate], data: TextData, prompts: Sequence[str] | None) -> list[_Reading]:

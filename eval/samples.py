@@ -25,11 +25,14 @@ class Sample:
 
 
 def default_prompts(texts: Sequence[str]) -> tuple[str, ...]:
-    """The first words of a few documents spread over the texts; those of a single text are its blocks between blank
-    lines. Documents no longer than a prompt (headings) are passed over.
+    """The first words of a few documents spread over the texts. Those of a single text are its blocks between blank
+    lines, or its lines where there are too few of these. Documents no longer than a prompt (headings) are passed over.
     """
-    bodies = documents(texts[0]) if len(texts) == 1 else texts
-    found = [match[0] for body in bodies if (match := _BEGINNING.match(body.lstrip()))]
+    divisions = [texts] if len(texts) > 1 else [documents(texts[0]), texts[0].splitlines()]
+    beginnings = [
+        [match[0] for document in division if (match := _BEGINNING.match(document.lstrip()))] for division in divisions
+    ]
+    found = next((one for one in beginnings if len(one) >= PROMPTS), max(beginnings, key=len))
     count = min(PROMPTS, len(found))
     return tuple(found[index * len(found) // count] for index in range(count))
 

@@ -37,7 +37,8 @@ class Tasks:
                 f"tasks need lm-evaluation-harness ({first_line(error)}): pip install 'headpool[tasks]'"
             ) from error
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        self._manager = TaskManager()
+        # The index of thousands of tasks takes seconds, which files of one's own can do without.
+        self._manager = TaskManager(include_defaults=not all(map(_is_file, names)))
         for name in names:
             _check(name, self._manager.all_tasks)
         try:
@@ -66,8 +67,12 @@ class Tasks:
         return tuple(_results(found))
 
 
+def _is_file(name: str) -> bool:
+    return name.endswith(".yaml") and Path(name).is_file()
+
+
 def _check(name: str, known: Sequence[str]) -> None:
-    if name in known or Path(name).is_file():
+    if name in known or _is_file(name):
         return
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"did you mean {', '.join(near)}?" if near else "`lm-eval ls tasks` lists them"
