@@ -222,6 +222,21 @@ def evaluate(
         typer.echo(f"report: {path}")
 
 
+@app.command(name="report")
+def draw_report(
+    directory: Annotated[Path, typer.Argument(help="A folder with a report.json.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Draw report.html and its plots anew from the report.json that eval or run wrote.
+
+    Example: headpool report headpool-out/quickstart/report
+    """
+    from headpool.eval.page import draw
+
+    files = [str(path) for path in draw(directory)]
+    _show("\n".join(files), {"files": files}, as_json)
+
+
 @app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of one that comes with headpool.")],

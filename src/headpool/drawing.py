@@ -100,9 +100,14 @@ def look(model: Mapping[str, Any], place: int) -> dict[str, Any]:
     }
 
 
+def printable(text: str) -> str:
+    """`text` with U+FFFD for every character that XML and HTML cannot hold: controls, halves of surrogate pairs."""
+    return re.sub("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
+
+
 def _short_label(label: str) -> str:
     """A label that fits: its middle is left out where it is long, for names differ at their ends."""
-    label = " ".join(label.split()) or "(no name)"
+    label = " ".join(printable(label).split()) or "(no name)"
     if len(label) > LONGEST_LABEL:
         label = f"{label[: LONGEST_LABEL // 2]}…{label[1 - LONGEST_LABEL // 2 :]}"
     return f"\u200b{label}" if label.startswith("_") else label  # matplotlib leaves labels with a first _ out
@@ -121,11 +126,17 @@ def panels(title: str, weights: Sequence[float], *, legend: int) -> "tuple[Figur
 
 
 def with_legend(figure: "Figure", axes: "Sequence[Axes]") -> "Figure":
-    """Add one legend of what these axes show, below all of them; none where nothing has a label."""
+    """Add one legend of what these axes show, below all of them, none where nothing has a label, and lay the figure out
+    once and for all: PNG and SVG are then alike, and each saved in half the time.
+    """
     shown = [(handle, label) for one in axes for handle, label in zip(*one.get_legend_handles_labels(), strict=True)]
     if shown:
         handles, labels = zip(*shown, strict=True)
         figure.legend(handles, labels, loc="outside lower left", ncols=1, borderaxespad=0.3, handlelength=2.8)
+    layout = figure.get_layout_engine()
+    assert layout is not None  # STYLE asks for it
+    layout.execute(figure)
+    figure.set_layout_engine("none")
     return figure
 
 

@@ -166,9 +166,7 @@ def learning_curve(metrics: Sequence[Row], *, original_perplexity: float | None 
         place = list(wanted).index(name)
         tokens, values = _columns(rows, "tokens", name)
         few = len(rows) <= 40
-        panel.plot(
-            tokens, values, color=SERIES[place + 1], marker="o" if few else "", label="_", linewidth=1.8 if few else 1.1
-        )
+        panel.plot(tokens, values, color=SERIES[1], marker="o" if few else "", label="_", linewidth=1.8 if few else 1.1)
         value_axis(panel.yaxis, [*values, *(reference if place == 0 else [])])
         panel.set_ylabel(wanted[name][0])
     for value in reference:
