@@ -12,7 +12,8 @@ from headpool.planning import format_bytes
 
 _ABSOLUTE = re.compile(r"""(?<![\w.:/~])~?/(?:[^\s"'`,;:/<>{}\[\]()]+/)+([^\s"'`,;:/<>{}\[\]()]*)""")
 
-_READ = {True: "reads grouped K/V directly", False: "expands K/V before attention", None: ""}
+_FILE = re.compile(r"\.(txt|jsonl|parquet)(\.\w+)?$")
+_READ = {True: "reads grouped K/V directly", False: "expands K/V before attention", None: "not told how it reads K/V"}
 
 
 def names(models: Sequence[Model]) -> list[str]:
@@ -57,15 +58,30 @@ def without_paths(text: str, report: ReportFile) -> str:
 
 def command(report: ReportFile) -> str:
     """The command that measures this again, with names in place of paths."""
-    shown = dict(zip((model.role for model in report.models), names(report.models), strict=True))
-    models = [name for model, name in zip(report.models, names(report.models), strict=True) if model.role == "model"]
-    parts = ["headpool", "eval", *models]
-    parts += ["--baseline", shown["baseline"]] if "baseline" in shown else []
-    parts += ["--data", report.data.name, "--out", "report"]
-    for key, value in report.settings.items():
-        if value is not None and not isinstance(value, list | dict):
-            parts += [f"--{key.replace('_', '-')}", str(value)]
-    return shlex.join(parts)
+    roles: dict[str, list[str]] = {}
+    for model, name in zip(report.models, names(report.models), strict=True):
+        roles.setdefault(model.role, []).append(name)
+    words = ["headpool", "eval", *roles.get("model", [])]
+    options: dict[str, Sequence[object]] = {
+        "baseline": roles.get("baseline", []),
+        **_data_options(report.data.name),
+        "out": ["report"],
+        **{key: [value] for key, value in report.settings.items() if isinstance(value, str | int)},
+        "contexts": sorted({row.context for model in report.models for row in model.decode}),
+        "batches": sorted({row.batch for model in report.models for row in model.decode}),
+        "tasks": list(dict.fromkeys(score.task for model in report.models for score in model.tasks)),
+    }
+    for option, values in options.items():
+        words += [f"--{option.replace('_', '-')}", ",".join(map(str, values))] if values else []
+    return shlex.join(words)
+
+
+def _data_options(name: str) -> dict[str, Sequence[object]]:
+    """A file, or a data set on the hub: `id:split` or `id:config:split`."""
+    source, *parts = name.split(":")
+    if not 1 <= len(parts) <= 2 or _FILE.search(name):
+        return {"data": [name]}
+    return {"data": [source], "data_config": parts[:-1], "split": parts[-1:]}
 
 
 def headline(report: ReportFile) -> str:
@@ -106,8 +122,9 @@ def _against(model: Model, original: Model, ratios: Comparison) -> str:
 
 def _summary(report: ReportFile, models: Sequence[Model], original: str) -> str:
     ratios = [one for one in (compared(report, model) for model in models) if one is not None]
-    raw = sum(map(unadapted, models))
-    clauses = [f"{len(models)} models beside {original}" + (f", {raw} of them not yet uptrained" if raw else "")]
+    count, raw = len(models), sum(map(unadapted, models))
+    state = "" if not raw else ", none of them uptrained yet" if raw == count else f", {raw} of them not yet uptrained"
+    clauses = [f"{count} models beside {original}{state}"]
     caches = [one.cache_ratio for one in ratios if one.cache_ratio is not None]
     if caches:
         clauses.append(f"the cache is {_span([percent(one) for one in (min(caches), max(caches))])} of the original's")
@@ -144,8 +161,8 @@ def figure(value: float, digits: int = 4) -> str:
 
 
 def speedup(ratio: float) -> str:
-    """Three significant digits: timings hold no more."""
-    return figure(ratio, 3)
+    """Two decimal places, three significant digits above ten: timings hold no more."""
+    return figure(ratio, 3) if ratio >= 10 else f"{ratio:.2f}"
 
 
 def percent(ratio: float) -> str:
@@ -206,8 +223,8 @@ def kernels(report: ReportFile) -> list[str]:
     found: dict[str, dict[str, None]] = {}
     for model, name in zip(report.models, labels(report), strict=True):
         for kernel in (row.kernel for row in model.decode if row.kernel is not None):
-            facts = (kernel.name, _READ[kernel.grouped], without_paths(kernel.explanation or "", report))
-            found.setdefault("; ".join(filter(None, facts)), {})[name] = None
+            how = without_paths(kernel.explanation or _READ[kernel.grouped], report)
+            found.setdefault(f"{kernel.name}: {how}", {})[name] = None
     return [f"{', '.join(shown)}: {facts}" for facts, shown in found.items()]
 
 
