@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from browser import BROWSER
 from hypothesis import settings
 
 from headpool.convert import check, run
@@ -26,6 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "network" in item.keywords and not os.environ.get("HEADPOOL_NETWORK"):
             item.add_marker(pytest.mark.skip(reason="HEADPOOL_NETWORK is not set"))
+        if "browser" in item.keywords and BROWSER is None:
+            item.add_marker(pytest.mark.skip(reason="no Chromium and no Chrome is installed"))
 
 
 class CheckHere:

@@ -58,7 +58,8 @@ STYLE: Any = {
 WIDTH, PANEL, LEGEND_ROW = 5.4, 2.0, 0.2
 """Inches: a figure's width, the height of a panel of weight 1, and what each line of the legend adds."""
 
-LONGEST_LABEL = 56
+LONGEST_LABEL = 60
+"""Characters of a label in the legend, of middling width."""
 
 
 @contextmanager
@@ -91,11 +92,10 @@ def look(model: Mapping[str, Any], place: int) -> dict[str, Any]:
     """
     place = model.get("index", place)
     unadapted = bool(model.get("unadapted"))
-    label = _short_label(str(model["label"]))
     return {
         "color": SERIES[place % len(SERIES)],
         "marker": MARKERS[place % len(MARKERS)],
-        "label": f"{label} ({UNADAPTED})" if unadapted and UNADAPTED not in label else label,
+        "label": _fitting(str(model["label"]), f" ({UNADAPTED})" if unadapted else ""),
         **({"linestyle": "--", "markerfacecolor": "none", "markersize": 8, "zorder": 3} if unadapted else {}),
     }
 
@@ -105,12 +105,14 @@ def printable(text: str) -> str:
     return re.sub("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
 
 
-def _short_label(label: str) -> str:
-    """A label that fits: its middle is left out where it is long, for names differ at their ends."""
+def _fitting(label: str, ending: str) -> str:
+    """A label that fits, and its ending; its middle is left out where it is long, for names differ at their ends."""
     label = " ".join(printable(label).split()) or "(no name)"
-    if len(label) > LONGEST_LABEL:
-        label = f"{label[: LONGEST_LABEL // 2]}…{label[1 - LONGEST_LABEL // 2 :]}"
-    return f"\u200b{label}" if label.startswith("_") else label  # matplotlib leaves labels with a first _ out
+    longest = LONGEST_LABEL - len(ending)
+    if len(label) > longest:
+        label = f"{label[: longest // 2]}…{label[1 - longest // 2 :]}"
+    first = "\u200b" if label.startswith("_") else ""  # matplotlib leaves labels that begin with _ out
+    return f"{first}{label}{ending}"
 
 
 def panels(title: str, weights: Sequence[float], *, legend: int) -> "tuple[Figure, list[Axes]]":
