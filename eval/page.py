@@ -54,9 +54,9 @@ class Plot:
 def draw(directory: Path) -> list[Path]:
     """Draw report.html and its plots as PNG into a directory, from the report.json in it; returns their paths.
 
-    The same report gives the same bytes under the same versions. Everything is drawn before anything is replaced; the
-    PNG of a plot that no longer has data is removed. Raises RequestError for what is no report, HeadpoolError where
-    nothing can be written.
+    The same report gives the same bytes under the same versions. Everything is drawn before anything is replaced; what
+    would stay the same is not touched, and the PNG of a plot that no longer has data is removed. Raises RequestError
+    for what is no report, HeadpoolError where nothing can be written.
     """
     report = load(directory)
     drawn = list(figures(report))
@@ -140,12 +140,13 @@ def render(report: ReportFile, drawn: Sequence[Plot]) -> str:
 
 
 def _replace(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write everything beside its place, then rename all, the page last; plots that were not drawn go."""
-    partials = {name: directory / f".{name}.partial" for name in files}
+    """Write everything new beside its place, then rename all, the page last; plots that were not drawn go."""
+    changed = {name for name, content in files.items() if _content(directory / name) != content}
+    partials = {name: directory / f".{name}.partial" for name in files if name in changed}
     try:
-        for name, content in files.items():
-            with partials[name].open("wb") as file:
-                file.write(content)
+        for name, partial in partials.items():
+            with partial.open("wb") as file:
+                file.write(files[name])
                 file.flush()
                 os.fsync(file.fileno())
         for name, partial in partials.items():
@@ -157,3 +158,7 @@ def _replace(directory: Path, files: Mapping[str, bytes]) -> None:
     for path in earlier:
         if path.name not in files:
             path.unlink(missing_ok=True)
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None

@@ -192,6 +192,7 @@ def evaluate(
     with _stdout_for_json(as_json):
         from headpool.eval.evaluate import evaluate as run_evaluation
         from headpool.eval.models import ModelSpec
+        from headpool.eval.page import draw
         from headpool.eval.report import check_out, read_report, write_report
         from headpool.eval.tables import table
         from headpool.progress import Progress
@@ -215,11 +216,11 @@ def evaluate(
                 prompts=prompts or None,
                 progress=progress,
             )
-        path = write_report(report, out)
-    values = read_report(path)
+        values = read_report(write_report(report, out))
+        page = draw(out)[-1]
     _show(table(values), values, as_json)
     if not as_json:
-        typer.echo(f"report: {path}")
+        typer.echo(f"report: {page}")
 
 
 @app.command(name="report")

@@ -53,10 +53,12 @@ class RunResult:
         ]
         if self.report is None:
             return Group(*lines, f"output: {self.output}")
+        from headpool.eval.page import PAGE
         from headpool.eval.report import read_report
         from headpool.eval.tables import table
 
-        return Group(table(read_report(Path(self.report))), *lines, f"output: {self.output}", f"report: {self.report}")
+        report = Path(self.report)
+        return Group(table(read_report(report)), *lines, f"output: {self.output}", f"report: {report.with_name(PAGE)}")
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ def _evaluate(
     training: Mapping[str, Any] | None = None,
 ) -> None:
     from headpool.eval.evaluate import evaluate
+    from headpool.eval.page import draw
     from headpool.eval.report import write_report
 
     data = read_texts(section.data, section.text_column, config=section.data_config, split=section.split)
@@ -192,6 +195,7 @@ def _evaluate(
         )
     with staged(out, overwrite=True) as partial:
         write_report(report, partial, recipe=recipe.to_yaml(), training=training)
+        draw(partial)
 
 
 def _bring_up_to_date(stage: Stage, note: Path, *, fresh: bool) -> StageResult:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reports
 import tiny
 
 from headpool.cli import _show, app
@@ -35,7 +36,7 @@ VERBS = [command.name or command.callback.__name__ for command in app.registered
 
 
 def test_help_has_an_example_for_every_verb() -> None:
-    assert {"plan", "convert", "eval", "run"} <= set(VERBS)
+    assert {"plan", "convert", "eval", "report", "run"} <= set(VERBS)
     for verb in VERBS:
         assert f"Example: headpool {verb}" in " ".join(headpool(verb, "--help").stdout.split())
 
@@ -47,7 +48,8 @@ sys.argv = ["headpool", "--help"]
 try:
     headpool.cli.main()
 except SystemExit:
-    print([name for name in ("torch", "transformers", "numpy", "pydantic", "datasets") if name in sys.modules])
+    heavy = ("torch", "transformers", "numpy", "pydantic", "datasets", "matplotlib")
+    print([name for name in heavy if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -107,6 +109,7 @@ def test_plan_convert_and_eval_together(tmp_path: Path) -> None:
         ),
         (["run", "quickstart", "convert.kv_head=2", "output={out}"], "did you mean kv_heads?"),
         (["run", "nothing"], "no recipe 'nothing'"),
+        (["report", "{out}"], "no report.json in"),
         (["frobnicate"], "No such command"),
     ],
 )
@@ -116,6 +119,16 @@ def test_impossible_requests_exit_with_2_and_write_nothing(arguments: list[Any],
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_is_drawn_anew(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps(reports.pair()))
+    names = ["quality-against-cache.png", "cache-against-context.png", "report.html"]
+    assert as_json("report", tmp_path) == {"files": [str(tmp_path / name) for name in names]}
+    assert all((tmp_path / name).stat().st_size > 1000 for name in names)
+    (tmp_path / "report.json").write_text("{}")
+    done = headpool("report", tmp_path, code=2)
+    assert done.stderr == f"headpool: {tmp_path}/report.json is no report of headpool eval: models: Field required\n"
 
 
 def test_failures_exit_with_1(tmp_path: Path) -> None:

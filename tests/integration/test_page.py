@@ -215,6 +215,14 @@ def test_the_same_report_gives_the_same_bytes(pages: dict[str, tuple[dict[str, A
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+def test_what_stays_the_same_is_not_touched(pages: dict[str, tuple[dict[str, Any], Path]]) -> None:
+    """So that `headpool run` still knows a report for its own after `headpool report`."""
+    folder = pages["pair"][1]
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    draw(folder)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
 def test_drawing_again_replaces_all_and_leaves_nothing_stale(tmp_path: Path) -> None:
     drawn(tmp_path, reports.pair())
     assert (tmp_path / "quality-against-cache.png").exists()
@@ -229,6 +237,7 @@ def test_a_full_disk_leaves_the_earlier_report_whole(
     pages: dict[str, tuple[dict[str, Any], Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(pages["pair"][1], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "report.json").write_text(json.dumps(reports.single()))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(HeadpoolError, match="No space left"):
@@ -251,9 +260,7 @@ def test_a_browser_shows_the_numbers_and_has_nothing_to_complain_of(
 
 
 @pytest.mark.browser
-def test_a_browser_would_tell_of_what_is_fetched(
-    pages: dict[str, tuple[dict[str, Any], Path]], tmp_path: Path
-) -> None:
+def test_a_browser_would_tell_of_what_is_fetched(pages: dict[str, tuple[dict[str, Any], Path]], tmp_path: Path) -> None:
     """The page's own policy stops what would be fetched, and the console has it: the test above can fail."""
     source = (pages["pair"][1] / "report.html").read_text(encoding="utf-8")
     changed = tmp_path / "changed.html"

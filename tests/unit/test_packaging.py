@@ -106,6 +106,7 @@ def test_the_wheel_holds_the_package_and_no_module_of_another_name(tmp_path: Pat
     for data in (
         "py.typed",
         "class_defaults.json",
+        "eval/report.html.jinja",
         "recipes/quickstart/gqa2.yaml",
         "recipes/quickstart/model/model.safetensors",
     ):

@@ -182,10 +182,10 @@ def test_labels_are_text_whatever_is_in_them() -> None:
 
 
 def test_long_labels_keep_both_ends_and_the_legend_fits() -> None:
-    points = [{**point, "label": "begin" + "n" * 300 + "end"} for point in POINTS]
+    points = [{**point, "label": "first" + "n" * 300 + "last"} for point in POINTS]
     figure = plots.quality_against_cache(points)
     for text, ending in zip(legend(figure), ("", f" ({UNADAPTED})"), strict=True):
-        assert re.fullmatch(rf"beginn+…n+end{re.escape(ending)}", text)
+        assert re.fullmatch(rf"firstn+…n+last{re.escape(ending)}", text)
     assert figure.legends[0].get_window_extent().width <= figure.bbox.width
 
 
