@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headpool import checkpoint, geometry, headers
 from headpool.checkpoint import Source
+from headpool.drawing import UNADAPTED
 from headpool.errors import RequestError, first_line
 from headpool.eval.cache import dtype_name
 from headpool.geometry import Layer
@@ -21,7 +22,7 @@ DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, 
 AUTO = "auto"
 """The checkpoint's own dtype."""
 
-UNADAPTED, UPTRAINED = "converted, not yet uptrained", "converted and uptrained"
+UPTRAINED = "converted and uptrained"
 
 _POSITIONS = ("max_position_embeddings", "max_seq_len")
 """Config attributes that limit positions; a class with neither has no limit (BLOOM)."""

@@ -44,10 +44,10 @@ import torch
 import transformers
 
 from headpool import __version__
+from headpool.drawing import UNADAPTED
 from headpool.errors import HeadpoolError, RequestError
 from headpool.eval.decode import Timing
 from headpool.eval.evaluate import ModelResult, Report
-from headpool.eval.models import UNADAPTED
 
 FILE = "report.json"
 

@@ -49,18 +49,22 @@ def compared(report: ReportFile, model: Model) -> Comparison | None:
 
 
 def without_paths(text: str, report: ReportFile) -> str:
-    """`text` with the models' names in place of their paths, and every other absolute path by its last part."""
-    for model, name in sorted(zip(report.models, names(report.models), strict=True), key=lambda one: -len(one[0].path)):
-        if "/" in model.path:
-            text = text.replace(model.path, name)
+    """`text` with every absolute path by its last part, and the models' by their names."""
+    shown = {model.path: name for model, name in zip(report.models, names(report.models), strict=True)}
+    for path in sorted(filter(_is_absolute, shown), key=len, reverse=True):
+        text = text.replace(path, shown[path])
     return _ABSOLUTE.sub(r"\1", text)
 
 
+def _is_absolute(path: str) -> bool:
+    return path.startswith(("/", "~"))
+
+
 def command(report: ReportFile) -> str:
-    """The command that measures this again, with names in place of paths."""
+    """The command that measures this again, with names in place of absolute paths."""
     roles: dict[str, list[str]] = {}
     for model, name in zip(report.models, names(report.models), strict=True):
-        roles.setdefault(model.role, []).append(name)
+        roles.setdefault(model.role, []).append(name if _is_absolute(model.path) else model.path)
     words = ["headpool", "eval", *roles.get("model", [])]
     options: dict[str, Sequence[object]] = {
         "baseline": roles.get("baseline", []),
@@ -86,7 +90,7 @@ def _data_options(name: str) -> dict[str, Sequence[object]]:
 
 def headline(report: ReportFile) -> str:
     """What was gained and what was lost, in one sentence."""
-    shown = list(zip(report.models, names(report.models), strict=True))
+    shown = list(zip(report.models, labels(report), strict=True))
     original = next(((model, name) for model, name in shown if model.role == "baseline"), None)
     others = [(model, name) for model, name in shown if model.role != "baseline"]
     if original is None or not others:
@@ -140,9 +144,9 @@ def _span(ends: list[str]) -> str:
 
 
 def _change(ratio: float) -> str:
-    """A ratio as a change: "+4.39%", "−75%", and from twice on "2.50 times"."""
+    """A ratio as a change: "+4.39%", "−75%", and from twice on "2.50 times as high"."""
     if ratio >= 2:
-        return f"{figure(ratio, 3)} times"
+        return f"{figure(ratio, 3)} times as high"
     sign = "+" if ratio >= 1 else "\N{MINUS SIGN}"
     return f"{sign}{abs(ratio - 1) * 100:.3g}%"
 

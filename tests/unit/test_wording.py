@@ -50,6 +50,12 @@ def test_the_headline_without_a_baseline_and_with_several_models() -> None:
     )
 
 
+def test_the_headline_says_what_is_not_yet_uptrained() -> None:
+    assert wording.headline(parsed(reports.pair())).startswith(
+        "llama-2-7b-gqa8 (converted, not yet uptrained) beside Llama-2-7b-hf: 8 K/V heads instead of 32, "
+    )
+
+
 def test_other_tokenizers_are_compared_in_bits_per_byte() -> None:
     report = reports.pair()
     report["models"][1]["comparison"]["perplexity_ratio"] = None
@@ -65,7 +71,7 @@ def test_a_report_of_before_there_was_a_comparison_for_each_model() -> None:
         for later in ("comparison", "cache_curve", "decode", "positions", "tasks", "samples", "conversion"):
             del model[later]
     report["comparison"] = {"perplexity_ratio": 217.0, "bits_per_byte_ratio": 4.2, "cache_ratio": 0.25}
-    assert "(217 times)" in wording.headline(parsed(report))
+    assert "(217 times as high)" in wording.headline(parsed(report))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +97,7 @@ def test_no_path_of_the_machine_is_shown() -> None:
         "calibration: /srv/private/c4.jsonl, x": "calibration: c4.jsonl, x",
         "see ~/models/it": "see it",
         "https://example.org/a/b and 3/4 and a/b/c": "https://example.org/a/b and 3/4 and a/b/c",
-        "meta-llama/Llama-2-7b-hf": "Llama-2-7b-hf",
+        "meta-llama/Llama-2-7b-hf": "meta-llama/Llama-2-7b-hf",
     }.items():
         assert wording.without_paths(text, report) == shown
 
@@ -99,9 +105,9 @@ def test_no_path_of_the_machine_is_shown() -> None:
 def test_the_command_names_all_that_was_asked_for() -> None:
     report = reports.run()
     assert wording.command(parsed(report)) == (
-        "headpool eval converted uptrained --baseline Llama-2-7b-hf --data wikitext-2-raw-v1 --split test --out report "
-        "--window 2048 --stride 2048 --batch-size 8 --dtype float32 --device cpu --contexts 512,2048,8192,32768 "
-        "--batches 1,8 --tasks hellaswag,piqa,wikitext"
+        "headpool eval converted uptrained --baseline meta-llama/Llama-2-7b-hf --data wikitext-2-raw-v1 --split test "
+        "--out report --window 2048 --stride 2048 --batch-size 8 --dtype float32 --device cpu "
+        "--contexts 512,2048,8192,32768 --batches 1,8 --tasks hellaswag,piqa,wikitext"
     )
     report["data"]["name"] = "my text; rm.txt"
     assert "--data 'my text; rm.txt' --out" in wording.command(parsed(report))
