@@ -24,6 +24,9 @@ WHOLE_LOGITS = 2**27
 is never split.
 """
 
+_NO_TARGET = -100
+"""cross_entropy's own mark of a position that does not count."""
+
 Progress = Callable[[int, int], None]
 """Called after every batch with the tokens scored so far and the tokens to score."""
 
@@ -99,19 +102,21 @@ def score(
 ) -> Score:
     """Score each sequence's windows with a causal language model of transformers, on the device it is on.
 
-    Windows of equal shape share a batch and nothing is padded: with some position encodings (longrope)
-    padding one window to the length of another changes its logits. Log-softmax is taken in float32 (float64
+    Windows that score from the same offset share a batch, the shorter ones padded at their end, which no earlier token
+    of a causal model sees. Where the number of inputs changes a model's rotation (longrope, dynamic), only windows of
+    one length share a batch. Log-softmax is taken in float32 (float64
     for a float64 model), sums in float64, over chunks of positions, so that memory does not grow with vocabulary times
     window. The model is put in evaluation mode meanwhile. Raises HeadpoolError for a score that is not finite and
     ValueError for a window that does not fit its sequence.
     """
-    jobs = sorted(_jobs(sequences, windows), key=lambda job: job.shape, reverse=True)
+    jobs = sorted(_jobs(sequences, windows), key=lambda job: (job.offset, job.targets), reverse=True)
     total = sum(job.targets for job in jobs)
     nats = [[torch.zeros(0, dtype=torch.float64)] * len(of_text) for of_text in windows]
     done = 0
     with _evaluating(model):
         chunks = bool(jobs) and _head_takes_chunks(model, sequences[jobs[0].text])
-        for batch in _batches(jobs, batch_size, None if chunks else _widest(model)):
+        alike = _by_shape if _length_changes_rotation(model) else _by_offset
+        for batch in _batches(jobs, alike, batch_size, None if chunks else _widest(model)):
             tokens = [sequences[job.text][job.window.start : job.window.end] for job in batch]
             rows = _batch_nats(model, tokens, batch[0].offset, chunks=chunks)
             for job, row in zip(batch, rows, strict=True):
@@ -155,8 +160,21 @@ class _Job:
         return self.window.end - self.window.first
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.offset + self.targets, self.offset
+    def inputs(self) -> int:
+        return self.offset + self.targets
+
+
+def _by_offset(job: _Job) -> int:
+    return job.offset
+
+
+def _by_shape(job: _Job) -> tuple[int, int]:
+    return job.offset, job.targets
+
+
+def _length_changes_rotation(model: Any) -> bool:
+    rotation = str(getattr(model.config.get_text_config(), "rope_parameters", None))
+    return any(kind in rotation for kind in ("longrope", "dynamic"))
 
 
 def _jobs(sequences: Sequence[Sequence[int]], windows: Sequence[Sequence[Window]]) -> Iterator[_Job]:
@@ -168,19 +186,28 @@ def _jobs(sequences: Sequence[Sequence[int]], windows: Sequence[Sequence[Window]
                 yield _Job(text, index, one)
 
 
-def _batches(jobs: Sequence[_Job], batch_size: int, widest: Callable[[int, int], int] | None) -> Iterator[list[_Job]]:
-    """Jobs of one shape each, at most `batch_size`, and no more than `widest` allows for (inputs, offset)."""
-    for shape, group in groupby(jobs, key=lambda job: job.shape):
-        rows = batch_size if widest is None else max(1, min(batch_size, widest(*shape)))
-        same = list(group)
-        for at in range(0, len(same), rows):
-            yield same[at : at + rows]
+def _batches(
+    jobs: Sequence[_Job], alike: Callable[[_Job], Any], batch_size: int, widest: Callable[[_Job], int] | None
+) -> Iterator[list[_Job]]:
+    """Jobs of which `alike` gives the same, the longest first and none shorter than half of it, at most `batch_size`
+    and what `widest` allows for the longest.
+    """
+    for _, group in groupby(jobs, key=alike):
+        rows, batch = batch_size, list[_Job]()
+        for job in group:
+            if batch and (len(batch) == rows or 2 * job.inputs < batch[0].inputs):
+                yield batch
+                batch = []
+            if not batch and widest is not None:
+                rows = max(1, min(batch_size, widest(job)))
+            batch.append(job)
+        yield batch
 
 
-def _widest(model: Any) -> Callable[[int, int], int]:
-    """The rows whose logits, all at once, number at most WHOLE_LOGITS."""
+def _widest(model: Any) -> Callable[[_Job], int]:
+    """The rows of a window's shape whose logits, all at once, number at most WHOLE_LOGITS."""
     vocabulary = _vocabulary(model)
-    return lambda inputs, offset: WHOLE_LOGITS // ((inputs - offset if keeps_logits(model) else inputs) * vocabulary)
+    return lambda job: WHOLE_LOGITS // ((job.targets + (0 if keeps_logits(model) else job.offset)) * vocabulary)
 
 
 def _vocabulary(model: Any) -> int:
@@ -194,21 +221,34 @@ def keeps_logits(model: Any) -> bool:
 
 
 def _batch_nats(model: Any, tokens: Sequence[Sequence[int]], offset: int, *, chunks: bool) -> Iterator[torch.Tensor]:
-    """The nats of each row of `tokens` (all of one length), [S] in float64, from the logits of input `offset` on."""
-    tokens_BT = torch.tensor(tokens, device=model.device)
-    inputs, targets = tokens_BT[:, :-1], tokens_BT[:, offset + 1 :]
+    """The nats of each row of `tokens` (the first the longest), each [targets] in float64, from the logits of input
+    `offset` on.
+    """
+    inputs_BT, targets_BS = (one.to(model.device) for one in _padded(tokens, offset))
     if chunks:
         rows = max(CHUNK_ROWS, CHUNK_LOGITS // _vocabulary(model))
-        pieces = _logits_in_chunks(model, inputs, offset, max(1, rows // len(tokens)))
+        pieces = _logits_in_chunks(model, inputs_BT, offset, max(1, rows // len(tokens)))
     else:
-        pieces = iter([_logits(model, inputs, offset)])
+        pieces = iter([_logits(model, inputs_BT, offset)])
     nats, at = [], 0
     for logits_BSV in pieces:
         wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
-        aims = targets[:, at : at + wide.shape[1]]
+        aims = targets_BS[:, at : at + wide.shape[1]]
         nats.append(functional.cross_entropy(wide.flatten(0, 1), aims.flatten(), reduction="none").view(aims.shape))
         at += wide.shape[1]
-    return iter(torch.cat(nats, dim=1).cpu().double())
+    for row, of_row in zip(torch.cat(nats, dim=1).cpu().double(), tokens, strict=True):
+        yield row[: len(of_row) - 1 - offset]
+
+
+def _padded(tokens: Sequence[Sequence[int]], offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs [B, T] and the targets of those from `offset` on [B, S]; what pads a row counts as no target."""
+    longest = len(tokens[0]) - 1
+    inputs_BT = torch.zeros(len(tokens), longest, dtype=torch.long)
+    targets_BS = torch.full((len(tokens), longest - offset), _NO_TARGET)
+    for row, of_row in enumerate(tokens):
+        inputs_BT[row, : len(of_row) - 1] = torch.tensor(of_row[:-1])
+        targets_BS[row, : len(of_row) - 1 - offset] = torch.tensor(of_row[offset + 1 :])
+    return inputs_BT, targets_BS
 
 
 def _logits(model: Any, inputs_BT: torch.Tensor, offset: int) -> torch.Tensor:

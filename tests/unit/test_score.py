@@ -124,16 +124,20 @@ def test_impossible_strides_are_refused(window: int, stride: int) -> None:
     lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4),
     window=st.integers(1, 40),
     batch=st.integers(1, 9),
+    chunk=st.integers(1, 60),
     data=st.data(),
 )
 def test_nats_equal_an_unbatched_loop_over_the_stock_class(
-    llama: Any, lengths: list[int], window: int, batch: int, data: st.DataObject
+    llama: Any, lengths: list[int], window: int, batch: int, chunk: int, data: st.DataObject
 ) -> None:
     stride = data.draw(st.integers(max(1, window // 4), window))
     texts = [random_tokens(n, seed) for seed, n in enumerate(lengths)]
     plans = [naive_windows(n, window, stride) if n > 1 else [] for n in lengths]
     expected = [naive_nats(llama, text, plan) for text, plan in zip(texts, plans, strict=True)]
-    result = score(llama, texts, [sliding_windows(n, window, stride) for n in lengths], batch)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "CHUNK_LOGITS", 1)
+        patched.setattr(module, "CHUNK_ROWS", chunk)
+        result = score(llama, texts, [sliding_windows(n, window, stride) for n in lengths], batch)
     assert result.tokens == sum(max(0, n - 1) for n in lengths)
     assert result.nats == pytest.approx(sum(expected), rel=1e-6)
     assert [sum(nats) for nats in result.window_nats] == pytest.approx(expected, rel=1e-6)
@@ -164,7 +168,7 @@ def test_logits_exist_at_scored_positions_only_and_a_chunk_at_a_time(
         llama.lm_head.register_forward_hook(lambda _module, _inputs, output: made.append(tuple(output.shape))),
         llama.model.layers[0].register_forward_hook(lambda _module, inputs, _: read.append(tuple(inputs[0].shape))),
     ]
-    texts = [random_tokens(n) for n in (60, 33, 5)]
+    texts = [random_tokens(n) for n in (60, 32, 5)]  # no window that would be padded
     windows = [sliding_windows(len(text), 16, 4) for text in texts]
     trial = [(1, 9, VOCABULARY), (1, 4, VOCABULARY), (1, 4, VOCABULARY), (1, 1, VOCABULARY)]
     try:
@@ -248,6 +252,21 @@ def test_where_logits_come_at_once_fewer_windows_share_a_batch(llama: Any, monke
         handle.remove()
     assert max(rows) == 3
     assert result.nats == pytest.approx(naive_nats(llama, tokens, naive_windows(160, 16, 16)), rel=1e-6)
+
+
+def test_short_texts_share_batches_without_much_padding(llama: Any) -> None:
+    read: list[tuple[int, ...]] = []
+    handle = llama.model.layers[0].register_forward_hook(lambda _module, inputs, _: read.append(tuple(inputs[0].shape)))
+    texts = [random_tokens(n, n) for n in (9, 40, 5, 38, 21, 39)]
+    windows = [sliding_windows(len(text), 64, 64) for text in texts]
+    try:
+        result = score(llama, texts, windows, 3)
+    finally:
+        handle.remove()
+    # 40, 39, 38 | 21 (9 is shorter than half of it) | 9, 5
+    assert [shape[:2] for shape in read[2:]] == [(3, 39), (1, 20), (2, 8)]
+    for text, nats in zip(texts, result.window_nats, strict=True):
+        assert nats[0] == pytest.approx(naive_nats(llama, text, [(0, len(text), 1)]), rel=1e-6)
 
 
 def test_token_nats_stand_by_window_in_the_order_of_the_text(llama: Any) -> None:
