@@ -5,9 +5,9 @@
 Scores the same text by the same windows with the bundled model, and with a synthetic llama of 6 layers, hidden size 512
 and a vocabulary of 32,000, in four ways that take turns: headpool; the harness's rolling log-likelihood at its default
 batch size (1) and at headpool's; and the stock class's forward pass alone, which gives logits and scores nothing.
-Tokenizing counts for all. The bundled model also scores the text by sentence, as a data set of short texts. Then, each in
-a process of its own, the memory that scoring takes beyond the loaded model's, for growing windows, beside that of the
-forward pass.
+Tokenizing counts for all. The bundled model also scores the text by sentence, as a data set of short texts. Then, each
+in a process of its own, the memory that scoring takes beyond the loaded model's, for growing windows, beside that of
+the forward pass.
 """
 
 import argparse

@@ -26,8 +26,8 @@ CAPTIONS = {
     "beats in both. Cache in the checkpoint's dtype.",
     "cache-against-context": "By the formula, in the checkpoint's dtype; n sequences take n times as much. The dotted "
     "lines are the memory of common GPUs, which has to hold the weights, too.",
-    "decode-against-context": "Median time of one decode step, which gives each sequence of the batch one token, after "
-    "a prefill of so many tokens. Bars reach from the fastest measurement to the slowest.",
+    "decode-against-context": "Median time of one decode step, which gives each sequence of the batch one token, with "
+    "so many tokens in the cache. Bars reach from the fastest measurement to the slowest.",
     "perplexity-by-position": "Perplexity of the tokens in each range of positions, drawn at the range's end. Where "
     "attention over long distances suffered, a line leaves the original's to the right.",
     "learning-curve": "Uptraining: perplexity on held-out text, loss and learning rate against the tokens trained on.",

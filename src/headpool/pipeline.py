@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headpool import __version__, families
-from headpool.checkpoint import PROVENANCE, locate, open_source
+from headpool.checkpoint import PROVENANCE, Source, locate, open_source
 from headpool.destination import check_destination, staged
 from headpool.errors import RequestError
 from headpool.geometry import parse_size
@@ -113,10 +113,20 @@ def _check(recipe: Recipe) -> None:
     check_destination(Path(recipe.output) / "converted", overwrite=True, source=source.directory)
     plan_conversion(source, kv_heads=section.kv_heads, method=section.method, dtype=section.dtype)
     if recipe.eval is not None:
-        limit = families.get(source.config, families.find_family(source.config), "max_position_embeddings")
-        if limit is not None and (recipe.eval.window or 0) > limit:
-            raise RequestError(f"window {recipe.eval.window} is larger than the {limit} positions of {recipe.model}")
-        read_texts(recipe.eval.data, recipe.eval.text_column, config=recipe.eval.data_config, split=recipe.eval.split)
+        _check_eval(recipe, recipe.eval, source)
+
+
+def _check_eval(recipe: Recipe, section: EvalSection, source: Source) -> None:
+    limit = families.get(source.config, families.find_family(source.config), "max_position_embeddings")
+    lengths = [("window", section.window or 0), *(("context", context) for context in section.contexts)]
+    for what, length in lengths:
+        if limit is not None and length > limit:
+            raise RequestError(f"{what} {length} is larger than the {limit} positions of {recipe.model}")
+    read_texts(section.data, section.text_column, config=section.data_config, split=section.split)
+    if section.tasks:
+        from headpool.eval.tasks import Tasks
+
+        Tasks(section.tasks)
 
 
 def _stages(recipe: Recipe, root: Path) -> Iterator[Stage]:

@@ -107,6 +107,15 @@ def test_plan_convert_and_eval_together(tmp_path: Path) -> None:
             ["eval", tiny.QUICKSTART, "--data", tiny.NOVEL, "--out", "{out}", "--window", "4096"],
             "window 4096 is larger than the 512",
         ),
+        (
+            ["eval", tiny.QUICKSTART, "--data", tiny.NOVEL, "--out", "{out}", "--device", "meta"],
+            "'meta' cannot be used",
+        ),
+        (["eval", tiny.QUICKSTART, "--data", tiny.NOVEL, "--out", "{out}", "--contexts", "8,x"], "'8,x' is no list"),
+        (
+            ["eval", tiny.QUICKSTART, tiny.QUICKSTART, "--data", tiny.NOVEL, "--out", "{out}", "--revision", "v1"],
+            "--revision belongs to one MODEL",
+        ),
         (["run", "quickstart", "convert.kv_head=2", "output={out}"], "did you mean kv_heads?"),
         (["run", "nothing"], "no recipe 'nothing'"),
         (["report", "{out}"], "no report.json in"),
@@ -129,6 +138,18 @@ def test_a_report_is_drawn_anew(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("{}")
     done = headpool("report", tmp_path, code=2)
     assert done.stderr == f"headpool: {tmp_path}/report.json is no report of headpool eval: models: Field required\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", tiny.QUICKSTART], ["plan", tiny.QUICKSTART, "--json"]])
+def test_a_full_standard_output_is_one_line_and_no_traceback(arguments: list[Any]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "headpool", *map(str, arguments)],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["headpool: No space left on device"]
 
 
 def test_failures_exit_with_1(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks
 import pytest
 import tiny
+import yaml
 
 from headpool.errors import HeadpoolError, RequestError
 from headpool.pipeline import run_recipe
@@ -76,6 +78,19 @@ def test_a_killed_run_goes_on_where_it_was(recipe: Path, monkeypatch: pytest.Mon
     assert report(recipe)["models"][1]["kv_heads"] == 2
 
 
+def test_what_the_eval_section_asks_for_is_in_the_report_with_the_recipe(recipe: Path) -> None:
+    run_recipe(load(recipe, "eval.contexts=[8, 32]", "eval.batches=[2]", "eval.prompts=[It was]", "convert.kv_heads=2"))
+    values = report(recipe)
+    for model in values["models"]:
+        assert [(one["context"], one["batch"]) for one in model["decode"]] == [(8, 2), (32, 2)]
+        assert [one["prompt"] for one in model["samples"]] == ["It was"]
+    again = yaml.safe_load(values["recipe"])
+    assert again["convert"] == {"kv_heads": 2}
+    assert again["eval"]["contexts"] == [8, 32]
+    (recipe.parent / "again.yaml").write_text(values["recipe"])
+    assert skipped(load_recipe(str(recipe.parent / "again.yaml"))) == [True, True], "the same run, from any folder"
+
+
 def test_without_an_eval_section_there_is_no_report(recipe: Path) -> None:
     result = run_recipe(load(recipe, "eval=null"))
     assert result.report is None
@@ -100,10 +115,16 @@ def test_what_a_run_did_not_make_is_not_removed(recipe: Path) -> None:
         ("eval.data=nowhere.txt", "no such file: nowhere.txt"),
         ("output={folder}/model", "inside one another"),
         ("eval.window=4096", "window 4096 is larger than the 128 positions"),
+        ("eval.contexts=[64, 256]", "context 256 is larger than the 128 positions"),
+        ("eval.tasks=[nothing.yaml]", "no task 'nothing.yaml'"),
     ],
 )
-def test_impossible_recipes_leave_nothing_behind(recipe: Path, override: str, says: str) -> None:
+def test_impossible_recipes_leave_nothing_behind(
+    recipe: Path, override: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = sorted(recipe.parent.iterdir())
+    manager = lm_eval.tasks.TaskManager(include_defaults=False)  # the harness's own index takes many seconds to read
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **_: manager)
     with pytest.raises(RequestError, match=says):
         run_recipe(load(recipe, override.format(folder=recipe.parent)))
     assert sorted(recipe.parent.iterdir()) == before
