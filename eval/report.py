@@ -1,4 +1,4 @@
-"""What an evaluation found, as report.json and as a table.
+"""What an evaluation found, as report.json.
 
 report.json is one object. Fields may be added; the ones here keep their names and meanings:
 
@@ -12,12 +12,14 @@ report.json is one object. Fields may be added; the ones here keep their names a
       comparison  None for the baseline and where there is none; else this model's figure divided by the baseline's:
                   perplexity_ratio (None where tokens differ), bits_per_byte_ratio, cache_ratio, and the baseline's
                   seconds divided by this model's: decode_speedup (geometric mean over decode[]; None without it)
-      decode[]    context, batch, steps, repeats, prefill_seconds, prefill_spread [low, high], seconds_per_token (of
+      decode[]    context (tokens in each sequence's cache at the end; all but the last `steps` are prefilled), batch,
+                  steps, repeats, prefill_seconds, prefill_spread [low, high], seconds_per_token (of
                   one decode step, which gives each sequence a token), seconds_per_token_spread [low, high],
                   cache_bytes, bytes_per_token (read by one decode step: weights and cache), bandwidth (bytes per
                   second that this means), kernel {name, grouped, explanation}, preallocated, speedup (the baseline's
                   seconds_per_token divided by this one's, at the same context and batch; None for the baseline)
-      positions[] first, last (positions in the window, 0-based, both included), tokens, nats, perplexity
+      positions[] first, last (positions in the window, 0-based, both included, of the token that the scored one
+                  follows), tokens, nats, perplexity
       tasks[]     task, metric, value, stderr (or None), samples
       samples[]   prompt, text (the greedy continuation without the prompt)
       conversion  None, or method and layers of the checkpoint's headpool.json

@@ -212,7 +212,7 @@ def evaluate(
                 device=device,
                 contexts=lengths,
                 batches=sizes,
-                tasks=tasks.split(",") if tasks else (),
+                tasks=[task.strip() for task in tasks.split(",")] if tasks else (),
                 prompts=prompts or None,
                 progress=progress,
             )
