@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from headpool.convert.plan import OutputTensor, Unit
-from headpool.convert.pool import APPLY, Setting, round_once
+from headpool.convert.pool import APPLY, Setting
 from headpool.convert.shards import Job, Move
 from headpool.convert.transfer import BLOCK, PIECE, Buffers, Writer, piece_of
 from headpool.errors import RequestError
 from headpool.headers import FLOAT_DTYPES
+from headpool.rounding import round_once
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

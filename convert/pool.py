@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headpool.convert.layouts import AttentionWeights, Part
+from headpool.rounding import round_once
 
 
 @dataclass(frozen=True)
@@ -100,20 +101,3 @@ Apply = Callable[[AttentionWeights, int, Setting], AttentionWeights]
 APPLY: Mapping[str, Apply] = {"mean": _mean, "first": _first, "random": _random}
 """The function of each method: from the weights of one unit to the same with fewer K/V heads, rounded once to
 `Setting.dtype` or not at all (whoever writes them rounds what is not)."""
-
-
-def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values` in `dtype`, each rounded to nearest even exactly once.
-
-    PyTorch takes float64 to bfloat16 and float16 by way of float32, and two roundings can miss the nearest value. Here
-    the step in between rounds to odd (Boldo and Melquiond 2008): inexact values get an odd last bit, so that the
-    second rounding still sees on which side of a tie they lay.
-    """
-    if values.dtype != torch.float64 or dtype not in (torch.bfloat16, torch.float16):
-        return values.to(dtype)
-    nearest = values.float()
-    missed = values - nearest
-    bits = nearest.view(torch.int32)
-    bits -= (missed * values < 0).int()
-    bits |= (missed.abs() > 0).int()  # false for infinities, whose difference is NaN
-    return nearest.to(dtype)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headpool import __version__
+from headpool.check import Check, Report
 from headpool.checkpoint import PROVENANCE, Source, open_source
-from headpool.convert.check import Check, Report
 from headpool.convert.plan import Plan, plan_conversion
 from headpool.convert.shards import Progress, write_headers, write_tensors
 from headpool.destination import check_destination, check_space, staged

@@ -15,7 +15,8 @@ import signal
 import sys
 from pathlib import Path
 
-from headpool.convert import check, compute, run  # noqa: F401 - loaded now: its import would be thousands of events
+from headpool import check
+from headpool.convert import compute, run  # noqa: F401 - loaded now: its import would be thousands of events
 
 FILE_EVENTS = ("open", "os.", "shutil.", "fcntl.")
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from headpool import reference
 from headpool.convert.layouts import AttentionWeights
 from headpool.convert.methods import METHODS
-from headpool.convert.pool import APPLY, Setting, first_heads, mean_heads, round_once
+from headpool.convert.pool import APPLY, Setting, first_heads, mean_heads
+from headpool.rounding import round_once
 
 SETTING = Setting(layer=3, seed=0, initializer_range=0.03, dtype=torch.float32)
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.integers(1, 6))

@@ -1,6 +1,6 @@
 """Load a checkpoint's names and shapes in the stock class and report what does not fit.
 
-Run as a process of its own (`python -m headpool.convert.check CONFIG_DIRECTORY WEIGHTS_DIRECTORY`), it prints one JSON
+Run as a process of its own (`python -m headpool.check CONFIG_DIRECTORY WEIGHTS_DIRECTORY`), it prints one JSON
 object: the lists `missing`, `unexpected` and `mismatched`. Weights are not read: headers alone decide, so that it can
 run while the files are still being filled. transformers' memory and start-up stay out of the process that converts.
 """
@@ -51,7 +51,7 @@ class Check:
             "OMP_NUM_THREADS": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "headpool.convert.check", str(config), str(weights)],
+            [sys.executable, "-P", "-m", "headpool.check", str(config), str(weights)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
