@@ -1,19 +1,23 @@
 """A recipe: one strict YAML file, `key=value` from the command line on top, all errors reported together."""
 
 import difflib
+import glob
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from headpool.errors import RequestError
 from headpool.geometry import parse_size
+from headpool.sections import Positive, Section, UptrainSection
 
-Positive = Annotated[int, Field(ge=1)]
+_ACCELERATE = "accelerate"
+"""The folder beside the recipes that holds configs for `accelerate launch`."""
+
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
 
 
@@ -26,10 +30,6 @@ def _size(text: str) -> str:
 
 
 Size = Annotated[str, AfterValidator(_size)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ConvertSection(Section):
@@ -72,8 +72,15 @@ class Recipe(Section):
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     output: str = Field(description="directory for everything that the run makes; default: headpool-out/NAME")
     seed: Annotated[int, Field(ge=0)] = 0
-    convert: ConvertSection
+    convert: ConvertSection | None = Field(None, description="absent: the model is evaluated or trained as it is")
     eval: EvalSection | None = None
+    uptrain: UptrainSection | None = None
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Self:
+        if self.convert is None and self.uptrain is None:
+            raise ValueError("neither a convert section nor an uptrain section: nothing to run")
+        return self
 
     def to_yaml(self) -> str:
         """The recipe with what was overridden, and without what is at its default, as text for a recipe's file."""
@@ -100,8 +107,13 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def shipped_recipes() -> dict[str, Path]:
     """The recipes that come with headpool, by name: FOLDER/FILE without its suffix."""
-    root = Path(str(resources.files("headpool.recipes")))
-    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.glob("*/*.yaml"))}
+    root = _shipped()
+    found = sorted(path for path in root.glob("*/*.yaml") if path.parent.name != _ACCELERATE)
+    return {str(path.relative_to(root).with_suffix("")): path for path in found}
+
+
+def _shipped() -> Path:
+    return Path(str(resources.files("headpool.recipes")))
 
 
 def find_recipe(recipe: str) -> Path:
@@ -121,16 +133,19 @@ def find_recipe(recipe: str) -> Path:
 
 
 def copy_recipe(recipe: str, folder: Path) -> Path:
-    """Copy a shipped recipe's folder, with the inputs that lie in it, into `folder`; returns the recipe's new path.
+    """Copy a shipped recipe's folder, or the folder of that name, with what lies in it, into `folder`; returns the new
+    path of the recipe, or of the folder where that holds several.
 
     Raises RequestError when there is no such recipe or its folder exists already.
     """
-    path = find_recipe(recipe)
-    target = folder / path.parent.name
+    several = [name for name in shipped_recipes() if name.startswith(f"{recipe}/")][1:] or recipe == _ACCELERATE
+    path = _shipped() / recipe if several else find_recipe(recipe)
+    source = path if several else path.parent
+    target = folder / source.name
     if target.exists():
         raise RequestError(f"{target} exists")
-    shutil.copytree(path.parent, target, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
-    return target / path.name
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
+    return target if several else target / path.name
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -182,7 +197,7 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"missing key {key}"
     if error["type"] == "value_error":
-        return f"{key}: {error['ctx']['error']}"
+        return f"{key or 'recipe'}: {error['ctx']['error']}"
     return f"{key}: {error['msg'].lower()}, found {error['input']!r}"
 
 
@@ -200,7 +215,7 @@ def _resolved(recipe: Recipe, folder: Path) -> Recipe:
 
     def resolve(value: str) -> str:
         local = folder / Path(value).expanduser()
-        return str(local) if local.exists() else value
+        return str(local) if local.exists() or glob.glob(str(local), recursive=True) else value  # noqa: PTH207
 
     evaluation = recipe.eval and recipe.eval.model_copy(
         update={
@@ -208,4 +223,14 @@ def _resolved(recipe: Recipe, folder: Path) -> Recipe:
             "tasks": tuple(resolve(task) if task.endswith(".yaml") else task for task in recipe.eval.tasks),
         }
     )
-    return recipe.model_copy(update={"model": resolve(recipe.model), "eval": evaluation})
+    return recipe.model_copy(
+        update={"model": resolve(recipe.model), "eval": evaluation, "uptrain": _with_paths(recipe.uptrain, resolve)}
+    )
+
+
+def _with_paths(section: UptrainSection | None, resolve: Callable[[str], str]) -> UptrainSection | None:
+    if section is None:
+        return None
+    data = tuple(source.model_copy(update={"path": resolve(source.path)}) for source in section.data)
+    others = {key: value and resolve(value) for key in ("teacher", "validation") for value in [getattr(section, key)]}
+    return section.model_copy(update={"data": data, **others})

@@ -14,12 +14,12 @@ from pathlib import Path
 import datasets
 import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
 from headpool.errors import RequestError
-from headpool.text import documents, read_documents, read_texts
+from headpool.text import divisible, documents, is_local, iter_documents, read_documents, read_texts
 
 TEXTS = ["One\r\ntwo\n\nthree\u2028four", "", "naïve — ψ\n", "{}"]
 
@@ -186,3 +186,51 @@ def test_documents_of_a_txt_file_are_its_blocks_and_of_other_files_its_rows(tmp_
 def test_blank_lines_put_between_blocks_part_them(blocks: list[str]) -> None:
     assert [line for block in documents("\n \n".join(blocks)) for line in block.split()] == " ".join(blocks).split()
     assert len(documents("\n\n".join(["x", *["y"] * len(blocks)]))) == len(blocks) + 1
+
+
+@given(
+    text=st.text(st.sampled_from("ab \n\t\r\u2028é"), max_size=60),
+    rows=st.lists(st.text("xy\n", max_size=5), max_size=5),
+)
+@settings(max_examples=25)
+def test_documents_one_by_one_are_the_documents(
+    tmp_path_factory: pytest.TempPathFactory, text: str, rows: list[str]
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    for compression, compress in COMPRESS.items():
+        blocks, table = folder / f"a.txt{compression}", folder / f"a.parquet{compression}"
+        blocks.write_bytes(compress(text.encode()))
+        table.write_bytes(compress(parquet_bytes(rows)))
+        assert list(iter_documents(blocks)) == documents(text)
+        assert list(iter_documents(table)) == rows
+
+
+@given(rows=st.lists(st.text("xy\u2028 é", max_size=40), max_size=9), parts=st.integers(1, 12))
+@settings(max_examples=40)
+def test_the_parts_of_a_file_are_the_file(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[str], parts: int
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "p.jsonl").write_bytes(jsonl(rows).rstrip(b"\n"))
+    (folder / "p.parquet").write_bytes(parquet_bytes(rows))
+    for path in (folder / "p.jsonl", folder / "p.parquet"):
+        assert divisible(path)
+        assert [row for i in range(parts) for row in iter_documents(path, part=(i, parts))] == rows
+    assert not divisible(Path("a.jsonl.gz")) and not divisible(Path("a.txt"))
+
+
+def test_a_part_names_what_is_wrong_by_its_line_or_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "x"}\n' * 3 + b'{"text": 3}\n')
+    with pytest.raises(RequestError, match=r"a\.jsonl, line 4: column 'text' holds no string but int"):
+        list(iter_documents(path, part=(1, 2)))
+    table = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", "b", "c", "d", None]}), table, row_group_size=2)
+    with pytest.raises(RequestError, match=r"a\.parquet, row 4: column 'text' holds no string"):
+        list(iter_documents(table, part=(2, 3)))
+
+
+def test_what_is_local() -> None:
+    assert [is_local(name) for name in ("a.txt", "x/y.jsonl.gz", "/data", "owner/set", "wikitext")] == [
+        True, True, True, False, False
+    ]  # fmt: skip
