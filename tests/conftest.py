@@ -1,5 +1,8 @@
 import os
+import shutil
+import tempfile
 
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="headpool-tests-")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # pytest-xdist starts a process per core, and each process's threads would spin against the others'.
@@ -7,14 +10,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
 
+import here
 import pytest
 import tiny
 import torch
 import transformers
 from browser import BROWSER
 from hypothesis import settings
-
-from headpool.convert import check, run
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -31,24 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no Chromium and no Chrome is installed"))
 
 
-class CheckHere:
-    """convert's check in this process, where transformers is loaded already: the same code without seconds of
-    start-up.
-    """
-
-    def __init__(self, config: Path, weights: Path) -> None:
-        self._directories = (str(config), str(weights))
-
-    def result(self) -> check.Report:
-        return check.Report(**{key: tuple(names) for key, names in check.load(*self._directories).items()})
-
-    def kill(self) -> None:
-        pass
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture
 def quick_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "Check", CheckHere)
+    here.check_here(monkeypatch)
 
 
 @pytest.fixture(scope="session")

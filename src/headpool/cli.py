@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from headpool.errors import HeadpoolError
 
 app = typer.Typer(
     name="headpool",
-    help="Fewer key/value heads for pretrained language models: plan, convert, measure.",
+    help="Fewer key/value heads for pretrained language models: plan, convert, uptrain, measure.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -239,13 +240,42 @@ def draw_report(
 
 
 @app.command()
+def uptrain(
+    recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of one that comes with headpool.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over, whatever earlier attempts have saved.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, estimate memory and time.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train what a recipe has converted; a stopped training goes on where it was. Also under accelerate launch.
+
+    Example: headpool uptrain quickstart uptrain.learning_rate=5e-4
+    """
+    from headpool.progress import Progress
+    from headpool.recipe import load_recipe
+
+    parsed = load_recipe(recipe, overrides or [])
+    with _stdout_for_json(as_json), Progress("tokens") as progress:
+        if dry_run:
+            from headpool.uptrain.estimate import estimate
+
+            result: Any = estimate(parsed)
+        else:
+            from headpool.uptrain.run import uptrain as run_training
+
+            result = run_training(parsed, fresh=fresh, progress=partial(progress, "uptrain"))
+    if os.environ.get("RANK", "0") == "0":
+        _show(result.describe(), result.to_dict(), as_json)
+
+
+@app.command()
 def run(
     recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of one that comes with headpool.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do every stage again.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a recipe: convert, evaluate. Stages that are done are skipped, so a killed run goes on.
+    """Run a recipe: convert, evaluate, uptrain. Stages that are done are skipped, so a killed run goes on.
 
     Example: headpool run quickstart convert.kv_heads=4 output=out
     """

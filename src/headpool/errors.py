@@ -13,6 +13,14 @@ class RequestError(HeadpoolError):
     exit_code = 2
 
 
+class Interrupted(HeadpoolError):  # noqa: N818 - nothing is wrong with the work
+    """Signal `number` stopped work that can be continued, and the message says how: exit code 128 + number."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number
+
+
 def first_line(error: BaseException) -> str:
     """What an exception of another library says, short enough for a message of ours."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

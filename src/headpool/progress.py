@@ -9,7 +9,8 @@ LINE_EVERY_SECONDS = 10.0
 
 
 class Progress:
-    """Shows tasks as they are reported by calling it with a task's name, how much is done, and how much there is.
+    """Shows tasks as they are reported by calling it with a task's name, how much is done, how much there is, and
+    perhaps a note.
 
     Amounts in the unit "bytes" are shown in powers of ten, in every other unit as plain counts. Use it as a context
     manager; calls may come from any thread, one at a time.
@@ -30,25 +31,28 @@ class Progress:
         if self._bars:
             self._bars.stop()
 
-    def __call__(self, task: str, done: int, total: int) -> None:
+    def __call__(self, task: str, done: int, total: int, note: str = "") -> None:
         if self._bars:
             if task not in self._begun:
-                self._begun[task] = self._bars.add_task(task, total=total)
-            self._bars.update(self._begun[task], completed=done)
+                self._begun[task] = self._bars.add_task(task, total=total, note="")
+            self._bars.update(self._begun[task], completed=done, note=note)
         else:
-            self._line(task, done, total)
+            self._line(task, done, total, note)
 
-    def _line(self, task: str, done: int, total: int) -> None:
+    def _line(self, task: str, done: int, total: int, note: str) -> None:
         now = time.monotonic()
-        begun = self._begun.setdefault(task, now)
+        begun, before = self._begun.setdefault(task, (now, done))
         if now - self._last_line >= LINE_EVERY_SECONDS and now > begun:
             self._last_line = now
-            print(describe(task, done, total, now - begun, self._unit), file=sys.stderr, flush=True)  # noqa: T201
+            line = describe(task, done, total, now - begun, self._unit, before)
+            print(f"{line}, {note}" if note else line, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def describe(task: str, done: int, total: int, seconds: float, unit: str) -> str:
-    """One line about work under way: how much of it, how fast, how long still."""
-    rate = done / seconds
+def describe(task: str, done: int, total: int, seconds: float, unit: str, before: int = 0) -> str:
+    """One line about work under way: how much of it, how fast, how long still; `before` was done when the seconds
+    began.
+    """
+    rate = (done - before) / seconds
     scale, name = (1e6, "MB") if unit == "bytes" else (1, unit)
     left = (total - done) / rate if rate else float("inf")
     return (
@@ -68,5 +72,6 @@ def _bars(unit: str) -> Any:
         progress.BarColumn(),
         *amount,
         progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[note]}"),
     )
     return progress.Progress(*columns, console=Console(stderr=True), transient=True)

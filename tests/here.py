@@ -1,0 +1,30 @@
+"""The check of a result without a process of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from headpool import check
+from headpool.convert import run
+from headpool.uptrain import output
+
+
+class CheckHere:
+    """the check of a result in this process, where transformers is loaded already: the same code without seconds of
+    start-up.
+    """
+
+    def __init__(self, config: Path, weights: Path) -> None:
+        self._directories = (str(config), str(weights))
+
+    def result(self) -> check.Report:
+        return check.Report(**{key: tuple(names) for key, names in check.load(*self._directories).items()})
+
+    def kill(self) -> None:
+        pass
+
+
+def check_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For conversions and for uptraining."""
+    monkeypatch.setattr(run, "Check", CheckHere)
+    monkeypatch.setattr(output, "Check", CheckHere)

@@ -1,0 +1,126 @@
+"""Several processes over gloo: DDP, sharding, and going on in another number of them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import here
+import pytest
+import tiny
+import torch
+import training
+
+from headpool.errors import HeadpoolError
+from headpool.launch import command, launch_uptraining
+from headpool.uptrain import loop
+from headpool.uptrain.run import uptrain
+
+STEPS = 20
+OVERRIDES = [f"uptrain.tokens={STEPS * training.SEQUENCE * training.BATCH}", "uptrain.eval_every=10"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a finished run of one process, in one micro-batch a step, in `out`; its first gradients in `out.pt`."""
+    with pytest.MonkeyPatch.context() as patched:
+        here.check_here(patched)
+        path = training.recipe_file(tmp_path_factory.mktemp("processes"))
+        training.note_gradients(patched, path.parent / "out.pt")
+        uptrain(training.load(path, *OVERRIDES))
+        return path
+
+
+def overrides(recipe: Path, output: str, *more: str) -> list[str]:
+    folder = recipe.parent / output
+    folder.mkdir()
+    (folder / "converted").symlink_to(recipe.parent / "out" / "converted")
+    return [f"output={folder}", *OVERRIDES, *more]
+
+
+def torchrun(*program: str) -> str:
+    """Two processes; what they print on standard output."""
+    environment = os.environ | {"PYTHONPATH": str(tiny.ROOT / "tests"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def check_same_course(recipe: Path, output: str) -> None:
+    lines, wanted = training.metrics(recipe, output), training.metrics(recipe)
+    assert [line["step"] for line in lines] == [line["step"] for line in wanted] == list(range(STEPS + 1))
+    for key, tolerance in (("loss", 1e-5), ("learning_rate", 0), ("gradient_norm", 1e-5)):
+        assert [line[key] for line in lines[1:]] == pytest.approx([line[key] for line in wanted[1:]], abs=tolerance), (
+            key
+        )
+    validated = [[line["validation_perplexity"] for line in one if line["step"] % 10 == 0] for one in (lines, wanted)]
+    assert validated[0] == pytest.approx(validated[1], rel=1e-5)
+    weights, expected = (tiny.tensors(recipe.parent / one / "uptrained") for one in (output, "out"))
+    for name, tensor in expected.items():
+        # Adam makes a whole step of a gradient that is all rounding, so single weights may differ by more.
+        assert weights[name].shape == tensor.shape
+        assert (weights[name] - tensor).norm() < 2e-4 * tensor.norm(), name
+
+
+def check_same_gradients(recipe: Path, output: str) -> None:
+    found, wanted = (torch.load(recipe.parent / f"{one}.pt") for one in (output, "out"))
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6, msg=name)
+    assert max(gradient.abs().max() for gradient in wanted.values()) > 1e-3
+
+
+def test_accumulation_over_unequal_parts_changes_no_gradient(recipe: Path, quick_check: None) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        counts: list[int] = []
+        accumulate = loop._accumulate
+
+        def count(run: loop.Run, batch: Any) -> torch.Tensor:
+            counts.extend(int((part >= 0).sum()) for part in batch.labels.split(2))
+            return accumulate(run, batch)
+
+        patched.setattr(loop, "_accumulate", count)
+        training.note_gradients(patched, recipe.parent / "parts.pt")
+        uptrain(training.load(recipe, *overrides(recipe, "parts", "uptrain.micro_batch=2")))
+    assert len(set(counts[:4])) > 1, "the parts of the first step count equally many tokens: no test of unequal ones"
+    check_same_gradients(recipe, "parts")
+    check_same_course(recipe, "parts")
+
+
+def test_two_processes_do_what_one_does(recipe: Path) -> None:
+    given = overrides(recipe, "ddp", "uptrain.micro_batch=3")
+    torchrun(str(tiny.ROOT / "tests" / "training.py"), str(recipe), str(recipe.parent / "ddp.pt"), *given)
+    check_same_gradients(recipe, "ddp")
+    check_same_course(recipe, "ddp")
+
+
+def test_sharded_training_resumes_in_one_process_and_writes_whole_checkpoints(recipe: Path, quick_check: None) -> None:
+    given = overrides(recipe, "sharded", "uptrain.sharding=full")
+    launch_uptraining(training.load(recipe, *given), {"num_processes": 2})  # torchrun -m headpool uptrain
+    check_same_course(recipe, "sharded")
+    work = recipe.parent / "sharded" / "work" / "uptrain" / "state"
+    parts = [path.stat().st_size for path in (work / f"step-{STEPS:08d}").glob("*.distcp")]
+    assert len(parts) == 2
+    assert min(parts) > 0.3 * sum(parts), "one process wrote nearly everything: nothing was sharded"
+    shutil.rmtree(work / f"step-{STEPS:08d}")
+    resumed = uptrain(training.load(recipe, *given, "uptrain.sharding=none"))
+    assert (resumed.processes, resumed.resumed_from) == (1, 18)
+    check_same_course(recipe, "sharded")
+
+
+def test_fewer_processes_than_were_asked_for_are_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADPOOL_PROCESSES", "2")
+    with pytest.raises(HeadpoolError, match="2 processes were asked for, 1 came up"):
+        uptrain(training.load(recipe, *OVERRIDES))
+
+
+def test_the_command_that_launches() -> None:
+    gpu = command({"num_processes": 8, "config_file": "f.yaml", "multi_gpu": True, "debug": False}, has_gpu=True)
+    assert gpu[1:] == [
+        "-m", "accelerate.commands.launch", "--num_processes", "8", "--config_file", "f.yaml", "--multi_gpu",
+        "-m", "headpool", "uptrain",
+    ]  # fmt: skip
+    assert "torch.distributed.run" in command({"num_processes": 2}, has_gpu=False)

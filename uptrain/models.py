@@ -1,0 +1,128 @@
+"""Student and teacher in memory, in their stock class."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from headpool.checkpoint import Source
+from headpool.errors import RequestError, first_line
+from headpool.sections import UptrainSection
+from headpool.uptrain.objective import Objective, Teacher
+from headpool.uptrain.optimizer import choose_trainable
+from headpool.uptrain.plan import Plan
+
+
+def load_objective(plan: Plan, device: torch.device | None) -> Objective:
+    """The student with its teacher, ready to be distributed; None leaves the student on the CPU, to be sharded there.
+
+    Raises RequestError where a checkpoint does not fit its class, or a kernel that was asked for is not installed.
+    """
+    section = plan.section
+    student = load_model(plan.source, torch.float32, section.attention, device)
+    choose_trainable(student, plan.family, section.train)
+    if section.gradient_checkpointing:
+        recompute_activations(student)
+    if section.liger:
+        apply_liger(student)
+    teacher = None
+    if plan.teacher is not None:
+        teacher = Teacher(load_teacher(plan.teacher, section, device), plan.family, len(plan.layers))
+    objective = Objective(student, plan.family, len(plan.layers), teacher, plan.loss, plan.blocks)
+    if section.compile:
+        student.compile()
+    return objective.train()
+
+
+def recompute_activations(model: Any) -> None:
+    """Gradient checkpointing, by the name that the installed transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+
+
+def load_teacher(source: Source, section: UptrainSection, device: torch.device | None) -> Any:
+    """In its own precision; in float32 on a CPU, where others are slow."""
+    on_gpu = torch.cuda.is_available() and (device is None or device.type != "cpu")
+    target = device or torch.device("cuda" if on_gpu else "cpu")
+    return load_model(source, "auto" if on_gpu else torch.float32, section.attention, target)
+
+
+def load_model(source: Source, dtype: torch.dtype | str, attention: str, device: torch.device | None) -> Any:
+    """A checkpoint in its stock class, with nothing missing and nothing made up."""
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.directory,
+            dtype=dtype,
+            attn_implementation=attention,
+            device_map=None if device is None else str(device),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise RequestError(f"{source.model} cannot be loaded: {first_line(error)}") from error
+    wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
+    if wrong:
+        raise RequestError(
+            f"{source.model}: {len(wrong)} tensors are missing or of another shape than its config says ({wrong[0]})"
+        )
+    return model
+
+
+def apply_liger(model: Any) -> None:
+    """Replace norms, rotary embeddings and MLPs by liger-kernel's fused ones; the loss is ours."""
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    except ImportError as error:
+        raise RequestError("liger: true needs liger-kernel: pip install 'headpool[gpu]'") from error
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def build_on_meta(config_directory: Path) -> Any:
+    """The model of a config without any memory."""
+    config = AutoConfig.from_pretrained(config_directory, trust_remote_code=False)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def load_tokenizer(source: Source) -> Any:
+    """RequestError where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(source.directory, trust_remote_code=False)
+    except Exception as error:  # tokenizers fail in classes of their own, some of them bare Exception
+        raise RequestError(f"{source.model}: its tokenizer cannot be read: {first_line(error)}") from error
+
+
+def check_same_tokens(student: Any, teacher: Any, teacher_name: str) -> None:
+    """Refuse a teacher whose tokenizer reads text as other tokens."""
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    if ours != theirs:
+        differ = sorted(ours.items() ^ theirs.items(), key=lambda pair: pair[1])
+        raise RequestError(
+            f"the teacher {teacher_name} has another vocabulary: {len(theirs)} tokens against {len(ours)}, "
+            f"of which {len({token for token, _ in differ})} differ, such as {differ[0][0]!r}"
+        )
+
+
+def check_isolation(model: Any, rows: int) -> None:
+    """Refuse a model whose attention looks across documents although positions start anew at each: what it computes
+    for a second document must not depend on the first.
+    """
+    device = next(model.parameters()).device
+    ids = torch.arange(2, 18, device=device).expand(min(rows, 2), -1) % model.config.get_text_config().vocab_size
+    other = torch.cat([ids[:, :8].flip(1), ids[:, 8:]], dim=1)
+    positions = torch.arange(8, device=device).repeat(2).expand_as(ids)
+    half = torch.autocast(device.type, torch.bfloat16, enabled="flash" in model.config._attn_implementation)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), half:
+        first, second = (model(input_ids=one, position_ids=positions, use_cache=False).logits for one in (ids, other))
+    model.train(was_training)
+    if not torch.equal(first[:, 8:], second[:, 8:]):
+        raise RequestError(
+            f"document_attention: {model.config.model_type} with attention {model.config._attn_implementation} looks "
+            "across documents; try attention: sdpa"
+        )

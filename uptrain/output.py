@@ -1,0 +1,122 @@
+"""The trained model as a stock checkpoint: the source's names, files, dtypes and config, with new values."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from headpool.check import Check
+from headpool.checkpoint import PROVENANCE, Source
+from headpool.destination import check_space, staged
+from headpool.errors import HeadpoolError, RequestError
+from headpool.headers import FLOATS, TORCH_DTYPES, TensorRecord
+from headpool.rounding import round_once
+from headpool.uptrain.parallel import Workers, whole
+
+
+def write_checkpoint(workers: Workers, source: Source, out: Path, provenance: Mapping[str, Any]) -> None:
+    """Write the student into the new directory `out`, replacing it if it exists.
+
+    Trained tensors are rounded once to the dtype that they have in `source`; all others, config and sidecars are the
+    source's bytes. The stock class has accepted the result before it appears. All processes have to call this; the main
+    one writes. Raises HeadpoolError naming a tensor that is not finite or does not fit its dtype.
+    """
+    trained = _trained(workers, source)
+    if not workers.accelerator.is_main_process:
+        return
+    files = _files(source)
+    check_space(out, sum(record.nbytes for records in files.values() for record in records))
+    with staged(out, overwrite=True) as staging:
+        for name, copy in source.sidecars().items():
+            (staging / copy).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source.directory / name, staging / copy)
+        shutil.copyfile(source.directory / "config.json", staging / "config.json")
+        for file, records in files.items():
+            tensors = {record.name: _value(record, trained) for record in records}
+            save_file(tensors, staging / file, metadata={"format": "pt"})
+            shutil.copymode(staging / "config.json", staging / file)  # safetensors makes it private
+        if len(files) > 1:
+            (staging / "model.safetensors.index.json").write_bytes(_index(files))
+        (staging / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+        _check(staging, source)
+
+
+def _trained(workers: Workers, source: Source) -> dict[str, Tensor]:
+    """Every tensor of the source that belongs to a trained parameter, by its name on the disk, on the CPU and in the
+    main process only. Where the source has one dtype, as nearly all have, it is rounded on the way.
+    """
+    student = workers.objective.student
+    kinds = {record.dtype for record in source.tensors.values() if record.dtype in FLOATS}
+    dtype = _dtype(kinds.pop()) if len(kinds) == 1 else torch.float32
+    parts: dict[str, Tensor] = {}
+    values: dict[Tensor, Tensor] = {}
+    for name, parameter in student.named_parameters(remove_duplicate=False):  # tied ones stand under either name
+        if parameter.requires_grad and parameter not in values:
+            full = whole(parameter.detach())
+            values[parameter] = round_once(full, dtype).cpu() if workers.accelerator.is_main_process else full[:0]
+        if parameter.requires_grad:
+            parts[name] = values[parameter]
+    return _names_on_disk(student, parts, source) if workers.accelerator.is_main_process else {}
+
+
+def _names_on_disk(student: Any, parts: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
+    """Undo what the class does to names, and to the division of tensors, when it loads a checkpoint."""
+    found: dict[str, Tensor] = revert_weight_conversion(student, dict(parts))
+    known = {tensor.data_ptr() for name, tensor in found.items() if name in source.tensors}
+    lost = [name for name, tensor in found.items() if name not in source.tensors and tensor.data_ptr() not in known]
+    if lost:
+        raise HeadpoolError(f"trained tensors have no place in the checkpoint of the source: {', '.join(lost[:5])}")
+    return found
+
+
+def _files(source: Source) -> dict[str, tuple[TensorRecord, ...]]:
+    """The source's division into files, under the names that safetensors files have."""
+    count = len(source.shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return dict(zip(["model.safetensors"] if count == 1 else names, source.shards.values(), strict=True))
+
+
+def _value(record: TensorRecord, trained: Mapping[str, Tensor]) -> Tensor:
+    if record.name not in trained:
+        return _read(record)
+    tensor = round_once(trained[record.name], _dtype(record.dtype))
+    if tuple(tensor.shape) != record.shape:
+        raise HeadpoolError(f"tensor {record.name!r} came out as {list(tensor.shape)} instead of {list(record.shape)}")
+    if not bool(tensor.isfinite().all()):
+        raise HeadpoolError(f"tensor {record.name!r} has values that are not finite in {record.dtype}")
+    return tensor.contiguous()
+
+
+def _read(record: TensorRecord) -> Tensor:
+    """A tensor as it is on the disk."""
+    raw = np.fromfile(record.path, dtype=np.uint8, count=record.nbytes, offset=record.offset)
+    return torch.from_numpy(raw).view(_dtype(record.dtype)).view(record.shape)
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Of PyTorch, from safetensors' word."""
+    found: torch.dtype = getattr(torch, next(ours for ours, theirs in TORCH_DTYPES.items() if theirs == name))
+    return found
+
+
+def _index(files: Mapping[str, tuple[TensorRecord, ...]]) -> bytes:
+    tensors = {record.name: (record, file) for file, records in files.items() for record in records}
+    index = {
+        "metadata": {"total_size": sum(record.nbytes for record, _ in tensors.values())},
+        "weight_map": {name: tensors[name][1] for name in sorted(tensors)},
+    }
+    return json.dumps(index, indent=2).encode() + b"\n"
+
+
+def _check(staging: Path, source: Source) -> None:
+    """Refuse a result that fits its class less well than the source does."""
+    report = Check(staging, staging).result()
+    if report and (worse := report.beyond(Check(source.directory, source.directory).result())):
+        raise RequestError(f"the result does not fit its class, and was removed: {worse}")
