@@ -1,6 +1,7 @@
 """The stages of `headpool run`, each skipped when its output is there and was made from the same inputs and options."""
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from headpool.errors import RequestError
 from headpool.geometry import parse_size
 from headpool.progress import Progress
 from headpool.recipe import EvalSection, Recipe
+from headpool.sections import FREE, UptrainSection
 from headpool.text import read_texts
 
 if TYPE_CHECKING:
@@ -108,10 +111,15 @@ def _check(recipe: Recipe) -> None:
     """Refuse what a later stage would refuse only after an earlier one has worked for long."""
     from headpool.convert.plan import plan_conversion
 
-    section = recipe.convert
     source = open_source(recipe.model, recipe.revision)
-    check_destination(Path(recipe.output) / "converted", overwrite=True, source=source.directory)
-    plan_conversion(source, kv_heads=section.kv_heads, method=section.method, dtype=section.dtype)
+    if (section := recipe.convert) is not None:
+        check_destination(Path(recipe.output) / "converted", overwrite=True, source=source.directory)
+        plan_conversion(source, kv_heads=section.kv_heads, method=section.method, dtype=section.dtype)
+    if recipe.uptrain is not None:
+        from headpool.uptrain.inputs import open_inputs
+        from headpool.uptrain.plan import plan_uptraining
+
+        open_inputs(plan_uptraining(recipe, made=False))
     if recipe.eval is not None:
         _check_eval(recipe, recipe.eval, source)
 
@@ -131,35 +139,70 @@ def _check_eval(recipe: Recipe, section: EvalSection, source: Source) -> None:
 
 def _stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
     """The stages in order; each knows its inputs when its turn has come, since they may be an earlier one's output."""
-    converted, report = root / "converted", root / "report"
+    converted, uptrained, report = root / "converted", root / "uptrained", root / "report"
     original = {"model": identity(locate(recipe.model, recipe.revision)), "revision": recipe.revision}
-    yield Stage(
-        "convert",
-        converted,
-        PROVENANCE,
-        {**original, "seed": recipe.seed, "options": recipe.convert.model_dump()},
-        lambda: _convert(recipe, converted),
-    )
-    if (section := recipe.eval) is not None:
-        from headpool.eval.models import ModelSpec
+    made = []
+    if recipe.convert is not None:
+        options = {"seed": recipe.seed, "options": recipe.convert.model_dump()}
+        yield Stage("convert", converted, PROVENANCE, {**original, **options}, lambda: _convert(recipe, converted))
+        made.append(converted)
+    if recipe.uptrain is not None:
+        if recipe.eval is not None and made:
+            yield _evaluation("eval before uptraining", recipe, recipe.eval, original, made, root / "work" / "before")
+        yield _training(recipe, recipe.uptrain, original, made, uptrained)
+        made = [*made, uptrained]
+    if recipe.eval is not None:
+        record = root / "work" / "uptrain" if recipe.uptrain else None
+        yield _evaluation("eval", recipe, recipe.eval, original, made, report, record)
 
-        data = Path(section.data)
-        inputs = {
-            **original,
-            "converted": identity(converted),
-            "data": identity(data) if data.exists() else section.data,
-            "options": section.model_dump(exclude={"data"}),
-        }
-        models = [
-            ModelSpec("baseline", recipe.model, recipe.revision),
-            ModelSpec("model", str(converted)),
-        ]
-        yield Stage("eval", report, "report.json", inputs, lambda: _evaluate(recipe, section, models, report))
+
+def _evaluation(
+    name: str,
+    recipe: Recipe,
+    section: EvalSection,
+    original: Mapping[str, Any],
+    made: list[Path],
+    out: Path,
+    record: Path | None = None,
+) -> Stage:
+    """What a run has made so far, beside the original; with the course of the training that left a record."""
+    inputs = {
+        **original,
+        "made": [identity(one) for one in made],
+        "data": _identity_of_data(section.data),
+        "options": section.model_dump(exclude={"data"}),
+    }
+    from headpool.eval.models import ModelSpec
+
+    models = [ModelSpec("baseline", recipe.model, recipe.revision), *(ModelSpec("model", str(one)) for one in made)]
+    return Stage(name, out, "report.json", inputs, lambda: _evaluate(recipe, section, models, out, record))
+
+
+def _training(
+    recipe: Recipe, section: UptrainSection, original: Mapping[str, Any], made: list[Path], out: Path
+) -> Stage:
+    texts = [one.path for one in section.data] + [section.validation]
+    inputs = {
+        **(original if not made or section.distillation else {}),
+        "made": [identity(one) for one in made],
+        "data": [_identity_of_data(text) for text in texts if text],
+        "seed": recipe.seed,
+        "options": section.model_dump(mode="json", exclude=FREE),
+    }
+    return Stage("uptrain", out, PROVENANCE, inputs, lambda: _uptrain(recipe, section))
+
+
+def _identity_of_data(name: str) -> Any:
+    """Of a file, of the files that a pattern names, or the hub's name for a data set."""
+    path = Path(name)
+    files = [path] if path.exists() else sorted(map(Path, glob.glob(name, recursive=True)))  # noqa: PTH207
+    return [identity(file) for file in files] or name
 
 
 def _convert(recipe: Recipe, out: Path) -> None:
     from headpool.convert.run import convert_checkpoint
 
+    assert recipe.convert is not None
     section = recipe.convert
     with Progress("bytes") as progress:
         convert_checkpoint(
@@ -176,16 +219,29 @@ def _convert(recipe: Recipe, out: Path) -> None:
         )
 
 
+def _uptrain(recipe: Recipe, section: UptrainSection) -> None:
+    if section.launch is not None:
+        from headpool.launch import launch_uptraining
+
+        launch_uptraining(recipe, section.launch)
+        return
+    from headpool.uptrain.run import uptrain
+
+    with Progress("tokens") as progress:
+        uptrain(recipe, replace=True, progress=partial(progress, "uptrain"))
+
+
 def _evaluate(
     recipe: Recipe,
     section: EvalSection,
     models: Sequence["ModelSpec"],
     out: Path,
-    training: Mapping[str, Any] | None = None,
+    record: Path | None = None,
 ) -> None:
     from headpool.eval.evaluate import evaluate
     from headpool.eval.page import draw
     from headpool.eval.report import write_report
+    from headpool.uptrain.metrics import read_record
 
     data = read_texts(section.data, section.text_column, config=section.data_config, split=section.split)
     with Progress("tokens") as progress:
@@ -203,9 +259,9 @@ def _evaluate(
             prompts=section.prompts,
             progress=progress,
         )
-    with staged(out, overwrite=True) as partial:
-        write_report(report, partial, recipe=recipe.to_yaml(), training=training)
-        draw(partial)
+    with staged(out, overwrite=True) as staging:
+        write_report(report, staging, recipe=recipe.to_yaml(), training=read_record(record) if record else None)
+        draw(staging)
 
 
 def _bring_up_to_date(stage: Stage, note: Path, *, fresh: bool) -> StageResult:

@@ -1,0 +1,88 @@
+"""`headpool run` with an uptrain section: convert, evaluate, train, evaluate all three."""
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training
+
+from headpool.errors import Interrupted, RequestError
+from headpool.pipeline import run_recipe
+from headpool.recipe import Recipe
+from headpool.uptrain import loop
+
+pytestmark = pytest.mark.usefixtures("quick_check")
+
+STAGES = ["convert", "eval before uptraining", "uptrain", "eval"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = training.recipe_file(tmp_path)
+    path.write_text(path.read_text() + "eval: {data: valid.txt, window: 64}\n")
+    return path
+
+
+def load(recipe: Path, *overrides: str) -> Recipe:
+    return training.load(
+        recipe, f"output={recipe.parent / 'run'}", "uptrain.tokens=1024", "uptrain.eval_every=2", *overrides
+    )
+
+
+def skipped(recipe: Recipe) -> list[bool]:
+    result = run_recipe(recipe)
+    assert [stage.name for stage in result.stages] == STAGES
+    return [stage.skipped for stage in result.stages]
+
+
+def report(recipe: Path) -> Any:
+    return json.loads((recipe.parent / "run" / "report" / "report.json").read_text())
+
+
+def test_all_the_way_and_again_only_what_changed(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert skipped(load(recipe)) == [False] * 4
+    held = report(recipe)
+    assert [(Path(model["path"]).name, model["label"]) for model in held["models"]] == [
+        ("model", None),
+        ("converted", "converted, not yet uptrained"),
+        ("uptrained", "converted and uptrained"),
+    ]
+    lines = training.metrics(recipe, "run")
+    assert held["training"]["metrics"] == lines
+    assert (held["training"]["steps"], held["training"]["tokens"]) == (4, 1024)
+    original = held["models"][0]["perplexity"]
+    assert held["training"]["original_perplexity"] == pytest.approx(original, rel=0.2), "the same text, other windows"
+    assert skipped(load(recipe)) == [True] * 4
+    assert skipped(load(recipe, "uptrain.save_every=2", "uptrain.micro_batch=4")) == [True] * 4
+    # A finished training with other settings is replaced; one that was stopped half-way is not lost.
+    update = loop._update
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "_update", lambda run, norm: (update(run, norm), signal.raise_signal(signal.SIGTERM)))
+        with pytest.raises(Interrupted):
+            run_recipe(load(recipe, "uptrain.learning_rate=0.002"))
+    with pytest.raises(RequestError, match="another learning_rate"):
+        run_recipe(load(recipe, "uptrain.learning_rate=0.003"))
+    assert report(recipe) == held, "what an interrupted run would have replaced is still there"
+    assert skipped(load(recipe, "uptrain.learning_rate=0.002")) == [True, True, False, False]
+    first = 0.002 * (0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert training.metrics(recipe, "run")[1]["learning_rate"] == pytest.approx(first)
+
+
+def test_without_a_convert_section_the_model_itself_is_trained(recipe: Path) -> None:
+    given = load(recipe, "convert=null", "eval=null", "uptrain.validation=null", "uptrain.eval_every=null")
+    result = run_recipe(given)
+    assert [stage.name for stage in result.stages] == ["uptrain"]
+    config = json.loads((recipe.parent / "run" / "uptrained" / "config.json").read_text())
+    assert config == json.loads((recipe.parent / "model" / "config.json").read_text())
+    held = json.loads((recipe.parent / "run" / "uptrained" / "headpool.json").read_text())
+    assert held["source"] == {"model": "model", "revision": None}
+    assert held["uptrain"]["steps"] == 4
+
+
+def test_data_that_training_could_not_use_is_refused_before_the_conversion(recipe: Path) -> None:
+    with pytest.raises(RequestError, match="no such file"):
+        run_recipe(load(recipe, "uptrain.data=nowhere.txt"))
+    assert not (recipe.parent / "run").exists()
