@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 INGREDIENTS := pyproject.toml constraints.txt
 
-.PHONY: quickstart test quality defaults clean
+.PHONY: quickstart test quality study defaults clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/headpool run recipes/quickstart/gqa2.yaml
@@ -20,6 +20,10 @@ quality: $(VENV)/.installed-quality
 	cp -r convert uptrain eval build/types/headpool/
 	MYPYPATH=build/types $(BIN)/mypy --python-executable $(BIN)/python -p headpool
 	$(BIN)/codespell
+
+# Some hours on two cores; it goes on where it was stopped.
+study: $(VENV)/.installed
+	$(BIN)/python benchmarks/study.py
 
 # Measure the class defaults of all families anew from the installed transformers.
 defaults: $(VENV)/.installed

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GPU_MEMORY", "PALETTE", "UNADAPTED", "block_errors", "cache_against_context", "decode_against_context",
-    "learning_curve", "perplexity_by_position", "png", "quality_against_cache", "save_png", "svg",
+    "learning_curve", "perplexity_by_position", "png", "quality_against_budget", "quality_against_cache", "save_png", "svg",
 ]  # fmt: skip
 
 Row: TypeAlias = Mapping[str, Any]
@@ -175,6 +175,26 @@ def learning_curve(metrics: Sequence[Row], *, original_perplexity: float | None 
     axes[-1].set_xlabel("tokens")
     value_axis(axes[-1].xaxis, [0])
     return with_legend(figure, axes[:1])
+
+
+@styled
+def quality_against_budget(curves: Mapping[str, Mapping[float, float]], *, original: float | None = None) -> "Figure":
+    """Perplexity against the share of pretraining that was spent on uptraining.
+
+    curves: {label: {share: perplexity}}; the perplexity of the original as shipped is a line.
+    """
+    _require(curves, "curve")
+    figure, (panel,) = panels("Quality against uptraining", [2.0], legend=len(curves) + 1)
+    values = [*(value for curve in curves.values() for value in curve.values()), *([original] if original else [])]
+    for place, (label, curve) in enumerate(curves.items()):
+        panel.plot(list(curve), list(curve.values()), **look({"label": label}, place))
+    if original is not None:
+        panel.axhline(original, color=INK, linestyle="--", linewidth=1.2, label="the original as shipped")
+    value_axis(panel.yaxis, values)
+    value_axis(panel.xaxis, [0])
+    panel.set_ylabel("perplexity")
+    panel.set_xlabel("share of pretraining")
+    return with_legend(figure, [panel])
 
 
 @styled

@@ -1,0 +1,52 @@
+"""The study's plan and tables, from results made up for the purpose."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tiny
+
+
+@pytest.fixture(scope="module")
+def study() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("study", tiny.ROOT / "benchmarks" / "study.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["study"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_comparison_has_its_cases(study: ModuleType) -> None:
+    cases = study.cases()
+    assert len(cases) == len(set(cases)) == len({case.name for case in cases})
+    for g in (2, 1):
+        for method in ("mean", "first", "random"):
+            assert {one.seed for one in cases if (one.kv_heads, one.method, one.alpha) == (g, method, 0.05)} == {
+                0,
+                1,
+                2,
+            }
+    for g in (4, 2, 1, None):
+        assert {one.alpha for one in cases if one.kv_heads == g} == {0, 0.01, 0.02, 0.05, 0.1}
+    assert {(one.kv_heads, one.alpha) for one in cases if one.distill} == {
+        (g, alpha) for g in (4, 2, 1) for alpha in (0.01, 0.02, 0.05, 0.1)
+    }
+
+
+def test_tables_hold_means_and_spreads(study: ModuleType, tmp_path: Path) -> None:
+    results: dict[str, Any] = {}
+    for case in study.cases():
+        value = 100 * (case.kv_heads or 8) + 1000 * case.alpha + case.seed + (0.5 if case.distill else 0)
+        results[case.name] = {"case": study.asdict(case), "perplexity": value, "tokens": 1}
+    study.write(results, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "| 2 | 251.00 ± 1.00 | 251.00 ± 1.00 | 251.00 ± 1.00 |" in text
+    assert "| g = 4, distilled | 400.00 | 410.50 | 420.50 | 451.50 ± 1.00 | 500.50 |" in text
+    assert "| original, trained on | 800.00 | 810.00 | 820.00 | 851.00 ± 1.00 | 900.00 |" in text
+    assert "| 1 | 150.00, 151.00, 152.00 | 1.000 |" in text
+    assert (tmp_path / "budgets.png").read_bytes().startswith(b"\x89PNG")
