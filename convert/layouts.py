@@ -6,7 +6,7 @@ h query heads, k key/value heads, d head_dim, D hidden.
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from headpool import families
@@ -35,7 +35,9 @@ class AttentionWeights:
     """One layer's attention by head. A part that was not asked for, or that the model lacks, is None.
 
     q [h, d, D], k [k, d, D], v [k, d, D], o [h, D, d]; bias_q [h, d], bias_k [k, d], bias_v [k, d], bias_o [D];
-    key_norm [d]; per_query_head: whatever else belongs to a query head, its first dimension h (sinks, gates).
+    query_norm and key_norm [d]: gains of the norms between the projections and the scores, as stored; centred_norms:
+    those norms subtract the mean, too (layer norms). per_query_head: whatever else belongs to a query head, its first
+    dimension h or a multiple of it, head by head (sinks, gates).
     """
 
     q: "Tensor | None" = None
@@ -47,7 +49,9 @@ class AttentionWeights:
     bias_v: "Tensor | None" = None
     bias_o: "Tensor | None" = None
     rotary: Rotary | None = None
+    query_norm: "Tensor | None" = None
     key_norm: "Tensor | None" = None
+    centred_norms: bool = False
     per_query_head: "Mapping[str, Tensor]" = field(default_factory=dict)
 
 
@@ -64,7 +68,7 @@ class Separate:
     layers: tuple[Layer, ...]
     rotary: Rotary | None
     per_query_head: tuple[str, ...] = ()
-    key_norm: str = "k_norm.weight"
+    norms: tuple[str, str] = ("q_norm", "k_norm")
 
     def tensor(self, layer: int, suffix: str) -> str:
         return f"{self.stem}{layer}.{self.attention}.{suffix}"
@@ -74,21 +78,34 @@ class Separate:
         projection = self.projections[part]
         return self.tensor(layer, f"{projection}.weight"), self.tensor(layer, f"{projection}.bias")
 
+    def changed(self, layer: int, parts: Collection[Part]) -> list[str]:
+        """The names of all that changes with these parts, whether the model has it or not. With the query heads moves
+        what belongs to them.
+        """
+        names = [name for part in parts for name in self.names(layer, part)]
+        return names + [self.tensor(layer, suffix) for suffix in self.per_query_head if "q" in parts]
+
     def read(self, tensors: "Mapping[str, Tensor]", layer: int, parts: Collection[Part] = PARTS) -> AttentionWeights:
         """The asked-for parts of one layer, split by head, as views; `tensors` is asked for nothing else."""
         d = self.layers[layer].head_dim
-        values: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
         for part in parts:
             weight, bias = self.names(layer, part)
             w = tensors[weight]
             values[part] = w.view(len(w), -1, d).transpose(0, 1) if part == "o" else w.view(-1, d, w.shape[1])
             if bias in tensors:
                 values[f"bias_{part}"] = tensors[bias] if part == "o" else tensors[bias].view(-1, d)
-        norm = self.tensor(layer, self.key_norm)
-        if "q" in parts and norm in tensors:
-            values["key_norm"] = tensors[norm]
+        if "q" not in parts:
+            return AttentionWeights(rotary=self.rotary, **values)
+        query_norm, key_norm = (self.tensor(layer, f"{norm}.weight") for norm in self.norms)
         heads = {s: tensors[self.tensor(layer, s)] for s in self.per_query_head if self.tensor(layer, s) in tensors}
-        return AttentionWeights(rotary=self.rotary, per_query_head=heads if "q" in parts else {}, **values)
+        return replace(
+            AttentionWeights(rotary=self.rotary, **values),
+            query_norm=tensors.get(query_norm),
+            key_norm=tensors.get(key_norm),
+            centred_norms=self.tensor(layer, f"{self.norms[1]}.bias") in tensors,
+            per_query_head=heads,
+        )
 
     def write(self, weights: AttentionWeights, layer: int) -> "dict[str, Tensor]":
         """The tensors of the parts that `weights` holds, in the shapes that they have on disk: read's inverse."""
@@ -100,8 +117,9 @@ class Separate:
                 tensors[weight] = w.transpose(0, 1).flatten(1) if part == "o" else w.flatten(0, 1)
             if b is not None:
                 tensors[bias] = b.flatten()
-        if weights.key_norm is not None:
-            tensors[self.tensor(layer, self.key_norm)] = weights.key_norm
+        for norm, gain in zip(self.norms, (weights.query_norm, weights.key_norm), strict=True):
+            if gain is not None:
+                tensors[self.tensor(layer, f"{norm}.weight")] = gain
         tensors |= {self.tensor(layer, suffix): tensor for suffix, tensor in weights.per_query_head.items()}
         return tensors
 
@@ -135,11 +153,21 @@ def find_layout(
             for suffix, follows in family.attention_tensors.items()
             if follows == "heads" and suffix.split(".")[0] not in projections.values()
         ),
+        norms=_norms(family),
     )
     hidden = families.get(config, family, "hidden_size")
     for index, layer in enumerate(layers):
         _check_shapes(tensors, layout, index, layer, hidden)
     return layout
+
+
+def _norms(family: Family) -> tuple[str, str]:
+    """The names of the family's query and key norm in its attention module; names that no tensor has where it has
+    none.
+    """
+    found = {suffix.rpartition(".")[0] for suffix in family.attention_tensors if "norm" in suffix}
+    query, key = (sorted(name for name in found if name.startswith(letter)) for letter in ("q", "k"))
+    return (query or ["q_norm"])[0], (key or ["k_norm"])[0]
 
 
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq|(masked_)?bias")

@@ -27,7 +27,7 @@ def test_the_mapping_is_the_folders_on_disk() -> None:
     for name, folder in FOLDERS.items():
         assert (folder / "__init__.py").is_file(), name
         assert name.rsplit(".", 1)[-1] == folder.name
-    packages = {path.parent for path in ROOT.glob("*/__init__.py")} | {ROOT / "src" / "headpool"}
+    packages = {path.parent for pattern in ("*/__init__.py", "*/*/__init__.py") for path in ROOT.glob(pattern)}
     assert packages == set(FOLDERS.values())
 
 
