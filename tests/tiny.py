@@ -78,6 +78,11 @@ def load(directory: Path, dtype: torch.dtype = torch.float64) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa").eval()
 
 
+def stock_model(directory: Path) -> Any:
+    """The checkpoint in its stock class, in float32 under the attention that transformers chooses for it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
 @torch.no_grad()
 def logits(built: Any, tokens: int = 24, seed: int = 1) -> torch.Tensor:
     """Logits over a random sequence: the same for every model of one vocabulary."""

@@ -9,9 +9,14 @@ import torch
 import transformers
 from class_probe import NotMeasuredError, Probe
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from walking import stock
 
 from headpool import reference
+from headpool.convert.aligned.observe import MomentsObserver, observing
+from headpool.convert.aligned.walk import Walk
+from headpool.convert.layouts import Rotary
 from headpool.convert.run import convert_checkpoint
+from headpool.errors import RequestError
 from headpool.families import KV_HEADS, data, families
 
 pytestmark = pytest.mark.usefixtures("quick_check")
@@ -50,10 +55,27 @@ def logits(model: Any) -> torch.Tensor:
     return result
 
 
+def check_walk(directory: Path) -> None:
+    """Layer by layer the checkpoint computes what the whole model does, and its attention can be observed."""
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        expected = tiny.stock_model(directory)(ids, output_hidden_states=True).hidden_states
+    walk = Walk(stock(directory), ids, batch=1)
+    for layer in walk:
+        torch.testing.assert_close(walk.hidden(layer.index, slice(0, 1)), expected[layer.index], rtol=1e-5, atol=1e-5)
+        with observing(layer.attention, MomentsObserver(Rotary("half-split", 2))):
+            layer.advance()
+
+
 @pytest.mark.parametrize("model_type", CONVERTING)
 def test_a_family_converts(model_type: str, tmp_path: Path) -> None:
     model = built(model_type)
     model.save_pretrained(tmp_path / "source")
+    if model_type == "gemma3n_text":
+        with pytest.raises(RequestError, match="not one hidden state per token"):
+            check_walk(tmp_path / "source")
+    else:
+        check_walk(tmp_path / "source")
     result = convert_checkpoint(str(tmp_path / "source"), tmp_path / "out", kv_heads=KV)
     assert result.warnings == ()
     before, after = tiny.tensors(tmp_path / "source"), tiny.tensors(tmp_path / "out")
