@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headpool.convert.plan import OutputTensor, Unit
 from headpool.convert.pool import APPLY, Setting
-from headpool.convert.shards import Job, Move
+from headpool.convert.shards import Job, Move, layer_file
 from headpool.convert.transfer import BLOCK, PIECE, Buffers, Writer, piece_of
 from headpool.errors import RequestError
 from headpool.headers import FLOAT_DTYPES
@@ -28,18 +29,27 @@ def run(task: Unit | Move, job: Job, buffers: Buffers) -> None:
 
 
 def _convert(unit: Unit, job: Job, buffers: Buffers) -> None:
+    converted = _prepared(unit, job) if job.prepared else _pooled(unit, job, buffers)
+    for name, tensor in converted.items():
+        writer, output = job.outputs[name]
+        if tuple(tensor.shape) != output.shape:
+            raise AssertionError(f"{name}: planned {output.shape}, computed {tuple(tensor.shape)}")
+        _write(tensor, writer, output, buffers)
+        job.advance(output.source.nbytes)
+
+
+def _pooled(unit: Unit, job: Job, buffers: Buffers) -> dict[str, Tensor]:
     plan = job.plan
-    names = [name for part in unit.parts for name in plan.layout.names(unit.layer, part) if name in job.outputs]
     dtype = TORCH[FLOAT_DTYPES[plan.output_dtype]] if plan.output_dtype else None
     setting = Setting(unit.layer, job.seed, plan.initializer_range, dtype)
     weights = plan.layout.read(_Tensors(job, buffers), unit.layer, unit.parts)
-    converted = plan.layout.write(APPLY[plan.method.name](weights, unit.kv_heads, setting), unit.layer)
-    for name in names:
-        writer, output = job.outputs[name]
-        if tuple(converted[name].shape) != output.shape:
-            raise AssertionError(f"{name}: planned {output.shape}, computed {tuple(converted[name].shape)}")
-        _write(converted[name], writer, output, buffers)
-        job.advance(output.source.nbytes)
+    return plan.layout.write(APPLY[plan.method.name](weights, unit.kv_heads, setting), unit.layer)
+
+
+def _prepared(unit: Unit, job: Job) -> dict[str, Tensor]:
+    assert job.prepared is not None
+    tensors: dict[str, Tensor] = load_file(job.prepared / layer_file(unit.layer))
+    return tensors
 
 
 class _Tensors(Mapping[str, Tensor]):

@@ -11,10 +11,12 @@ class Method:
 
     `units` are the parts of a layer that must be in memory together; the method's function is called once for each,
     with the other parts None. The parts named here are also all that it changes: every other tensor is copied.
+    `aligned`: the whole model is gone through first, layer by layer, and what changes is computed there.
     """
 
     name: str
     units: tuple[tuple[Part, ...], ...]
+    aligned: bool = False
 
 
 METHODS = {
@@ -23,6 +25,7 @@ METHODS = {
         Method("mean", units=(("k",), ("v",))),
         Method("first", units=(("k",), ("v",))),
         Method("random", units=(("k",), ("v",))),
+        Method("aligned", units=(("q", "k", "v", "o"),), aligned=True),
     )
 }
-"""The published baselines (Ainslie et al. 2023, section 2.1 and figure 4). Their functions are in pool."""
+"""The published baselines (Ainslie et al. 2023, section 2.1 and figure 4), whose functions are in pool, and ours."""

@@ -84,6 +84,10 @@ class Plan:
         """The tensors that the conversion declares to change, in the order of the result."""
         return [tensor.name for shard in self.shards for tensor in shard.tensors if tensor.computed]
 
+    def changed_in(self, layer: int) -> list[str]:
+        """Those of a layer."""
+        return [name for name in self.changed if name.startswith(f"{self.layout.stem}{layer}.")]
+
     @property
     def nbytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
@@ -107,8 +111,10 @@ def plan_conversion(
     method: str = "mean",
     dtype: str | None = None,
     max_shard_size: int | None = None,
+    whole_layers: bool = False,
 ) -> Plan:
-    """Plan the conversion of `source` to `kv_heads` K/V heads in each layer that has more.
+    """Plan the conversion of `source` to `kv_heads` K/V heads in each layer that has more; with `whole_layers` other
+    tensors of those layers change, too, but for experts.
 
     Raises RequestError for an unknown method or dtype, a family that cannot be converted, head counts that do not fit,
     and weights that contradict the config.
@@ -131,7 +137,14 @@ def plan_conversion(
         before=before,
         after=after,
         units=units,
-        shards=tuple(_shards(source, _declare(layout, units, source), FLOAT_DTYPES.get(dtype or ""), max_shard_size)),
+        shards=tuple(
+            _shards(
+                source,
+                _declare(layout, units, source, whole_layers=whole_layers),
+                FLOAT_DTYPES.get(dtype or ""),
+                max_shard_size,
+            )
+        ),
         config_text=patch_json(source.config_text, _config_changes(source, kv_heads, units, dtype)),
         initializer_range=families.get(source.config, family, "initializer_range") or 0.02,
         output_dtype=dtype,
@@ -166,16 +179,28 @@ def _units(
                 yield Unit(index, parts, new.kv_heads)
 
 
-def _declare(layout: Separate, units: tuple[Unit, ...], source: Source) -> dict[str, tuple[int, ...]]:
+_EXPERTS = re.compile(r"\b(experts?|router|block_sparse_moe|moe|gate)\.")
+"""What the mixture of a layer is made of."""
+
+
+def _declare(
+    layout: Separate, units: tuple[Unit, ...], source: Source, *, whole_layers: bool
+) -> dict[str, tuple[int, ...]]:
     """The tensors that change, with their new shapes."""
     changed: dict[str, tuple[int, ...]] = {}
+    for stem in {f"{layout.stem}{unit.layer}." for unit in units if whole_layers}:
+        changed |= {
+            name: record.shape
+            for name, record in source.tensors.items()
+            if name.startswith(stem) and record.dtype in FLOATS and not _EXPERTS.search(name)
+        }
     for unit in units:
         rows = unit.kv_heads * layout.layers[unit.layer].head_dim
-        for part in unit.parts:
-            for name in layout.names(unit.layer, part):
-                if name in source.tensors:
-                    shape = source.tensors[name].shape
-                    changed[name] = (rows, *shape[1:]) if part in ("k", "v") else shape
+        pooled = {name for part in unit.parts if part in ("k", "v") for name in layout.names(unit.layer, part)}
+        for name in layout.changed(unit.layer, unit.parts):
+            if name in source.tensors:
+                shape = source.tensors[name].shape
+                changed[name] = (rows, *shape[1:]) if name in pooled else shape
     return changed
 
 

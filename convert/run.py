@@ -1,22 +1,28 @@
 """One checkpoint in, one checkpoint out: plan, write, check, publish by a rename."""
 
+import contextlib
 import json
 import resource
 import shutil
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headpool import __version__
 from headpool.check import Check, Report
 from headpool.checkpoint import PROVENANCE, Source, open_source
+from headpool.convert.aligned.options import Alignment, Prediction
 from headpool.convert.plan import Plan, plan_conversion
 from headpool.convert.shards import Progress, write_headers, write_tensors
 from headpool.destination import check_destination, check_space, staged
-from headpool.errors import RequestError
+from headpool.errors import HeadpoolError, RequestError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _CONFIG = ".config"
 """Where config.json waits inside the staging directory: until it moves up, nothing there loads."""
@@ -26,6 +32,7 @@ _CONFIG = ".config"
 class Conversion:
     """What a conversion did: sizes in bytes, times in seconds.
 
+    `layers`: what method aligned found of each; `predictions` and `estimate`: what a dry run of it tells.
     `peak_rss_bytes` is the operating system's figure for the larger of this process and its check. `copied` says that
     the source had `kv_heads` K/V heads already.
     """
@@ -41,12 +48,23 @@ class Conversion:
     seconds: float
     peak_rss_bytes: int
     warnings: tuple[str, ...] = ()
+    layers: tuple[dict[str, Any], ...] = ()
+    predictions: tuple[Prediction, ...] = ()
+    estimate: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def describe(self) -> str:
-        """In words, for a person."""
+    def describe(self) -> "RenderableType":
+        """For a person: what was done in words, and what is predicted as a table."""
+        from rich.console import Group
+
+        if self.estimate is None:
+            return self._words()
+        needed = (f"{self.estimate[f'{what}_bytes'] / 2**30:.2f} GiB of {what}" for what in ("memory", "disk"))
+        return Group(self._words(), _table(self.predictions), f"aligning needs at most {' and '.join(needed)}")
+
+    def _words(self) -> str:
         verb = "would write" if self.dry_run else "wrote"
         what = "nothing to pool: a copy" if self.copied else f"method {self.method}"
         result = (
@@ -57,6 +75,17 @@ class Conversion:
         if not self.copied:
             lines.append("It is not uptrained yet: expect it to be worse than its source until it is.")
         return "\n".join(lines)
+
+
+def _table(predictions: tuple[Prediction, ...]) -> "RenderableType":
+    from rich.table import Table
+
+    table = Table(caption="lost energy, mean over the layers, before refit and healing", caption_justify="left")
+    for column in ("K/V heads", "cache bytes/token", "keys lost", "values lost"):
+        table.add_column(column, justify="right")
+    for one in predictions:
+        table.add_row(str(one.kv_heads), f"{one.cache_bytes_per_token:,}", f"{one.keys:.2%}", f"{one.values:.2%}")
+    return table
 
 
 def convert_checkpoint(
@@ -71,16 +100,18 @@ def convert_checkpoint(
     max_shard_size: int | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
+    alignment: Alignment | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Conversion:
     """Convert `model`, a directory or a hub id, to `kv_heads` K/V heads per layer, into the new directory `out`.
 
     Args:
-        method: mean, first or random (Ainslie et al. 2023, section 2.1 and figure 4).
+        method: mean, first or random (Ainslie et al. 2023, section 2.1 and figure 4), or aligned (docs/method.md).
         dtype: float32, float16, bfloat16 or float64 for all floating tensors; None keeps each as it is.
-        seed: for method random.
+        seed: for method random, and for the order of calibration text.
         max_shard_size: bytes of tensors per file; None keeps the source's division.
         dry_run: plan and validate, write nothing.
+        alignment: for method aligned; None aligns by the weights alone.
         progress: called with the source bytes dealt with so far and in all.
 
     Raises:
@@ -92,11 +123,29 @@ def convert_checkpoint(
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
         raise RequestError(f"{out} holds no checkpoint, and --overwrite replaces nothing else")
     source = open_source(model, revision)
-    plan = plan_conversion(source, kv_heads=kv_heads, method=method, dtype=dtype, max_shard_size=max_shard_size)
+    alignment = alignment or Alignment()
+    plan = plan_conversion(
+        source,
+        kv_heads=kv_heads,
+        method=method,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        whole_layers=method == "aligned" and alignment.whole_layers,
+    )
     check_space(out, plan.nbytes)
+    if alignment.calibration is not None and not plan.method.aligned:
+        raise RequestError(f"method {method} needs no calibration text; it is for method aligned")
     warnings: tuple[str, ...] = ()
+    predictions: Sequence[Prediction] = ()
+    estimate: dict[str, Any] | None = None
+    facts: dict[str, Any] = {}
     if not dry_run:
-        warnings = _write(plan, out, overwrite=overwrite, seed=seed, progress=progress)
+        with _prepared(plan, out, alignment, seed) as (prepared, facts):
+            warnings = _write(plan, out, facts, prepared, overwrite=overwrite, seed=seed, progress=progress)
+    elif alignment.calibration is not None and plan.units:
+        from headpool.convert.aligned.predict import predict
+
+        predictions, estimate = predict(plan, alignment, seed)
     return Conversion(
         output=str(out),
         method=method,
@@ -109,10 +158,42 @@ def convert_checkpoint(
         seconds=time.perf_counter() - begin,
         peak_rss_bytes=_peak_rss_bytes(),
         warnings=warnings,
+        layers=tuple(facts.get("layers", ())),
+        predictions=tuple(predictions),
+        estimate=estimate,
     )
 
 
-def _write(plan: Plan, out: Path, *, overwrite: bool, seed: int, progress: Progress) -> tuple[str, ...]:
+@contextlib.contextmanager
+def _prepared(plan: Plan, out: Path, alignment: "Alignment", seed: int) -> Iterator[tuple[Path | None, dict[str, Any]]]:
+    """The directory with what was computed for the conversion before it is written, and what headpool.json says of it.
+
+    It is kept when something goes wrong, so that the same conversion goes on at the layer where it was.
+    """
+    if not plan.method.aligned or not plan.units:
+        yield None, {}
+        return
+    from headpool.convert.aligned.run import prepare
+
+    directory = alignment.work or out.absolute().with_name(f".{out.name}.aligning")
+    try:
+        facts = prepare(plan, alignment, directory, seed)
+    except OSError as error:
+        raise HeadpoolError(f"{directory}: {error.strerror}; the layers that are done are kept there") from error
+    yield directory, facts
+    shutil.rmtree(directory)
+
+
+def _write(
+    plan: Plan,
+    out: Path,
+    facts: dict[str, Any],
+    prepared: Path | None,
+    *,
+    overwrite: bool,
+    seed: int,
+    progress: Progress,
+) -> tuple[str, ...]:
     with staged(out, overwrite=overwrite) as staging:
         (staging / _CONFIG).mkdir()
         (staging / _CONFIG / "config.json").write_text(plan.config_text, encoding="utf-8", newline="")
@@ -120,8 +201,10 @@ def _write(plan: Plan, out: Path, *, overwrite: bool, seed: int, progress: Progr
         check = Check(staging / _CONFIG, staging)
         try:
             _copy_sidecars(plan.source, staging)
-            (staging / PROVENANCE).write_text(json.dumps(provenance(plan, seed), indent=2) + "\n", encoding="utf-8")
-            write_tensors(plan, staging, seed=seed, progress=progress)
+            (staging / PROVENANCE).write_text(
+                json.dumps(provenance(plan, seed, facts), indent=2) + "\n", encoding="utf-8"
+            )
+            write_tensors(plan, staging, seed=seed, progress=progress, prepared=prepared)
             warnings = _judge(check.result(), plan.source)
         finally:
             check.kill()
@@ -148,8 +231,15 @@ def _judge(report: Report, source: Source) -> tuple[str, ...]:
     return (f"the source itself does not fit its class ({original}); the result inherits that",)
 
 
-def provenance(plan: Plan, seed: int) -> dict[str, Any]:
-    """headpool.json: what was done, from what, with which versions. It holds no time and no path of this machine."""
+def provenance(plan: Plan, seed: int, facts: dict[str, Any]) -> dict[str, Any]:
+    """headpool.json: what was done, from what, with which versions. It holds no time and no path of this machine.
+
+    facts: what method aligned found: "options", and "layers" with the figures of each layer that it changed.
+    """
+    figures = {
+        one["layer"]: {name: value for name, value in one.items() if name not in ("layer", "seconds")}
+        for one in facts.get("layers", ())
+    }
     return {
         "headpool": __version__,
         "method": plan.method.name,
@@ -160,10 +250,10 @@ def provenance(plan: Plan, seed: int) -> dict[str, Any]:
             "revision": plan.source.revision,
             "headers_sha256": plan.source.headers_sha256(),
         },
-        "options": {"seed": seed, "dtype": plan.output_dtype, "shards": len(plan.shards)},
+        "options": {"seed": seed, "dtype": plan.output_dtype, "shards": len(plan.shards), **facts.get("options", {})},
         "versions": {"torch": metadata.version("torch"), "python": sys.version.split()[0]},
         "layers": [
-            {"layer": index, "source_kv_heads": old.kv_heads, "kv_heads": new.kv_heads}
+            {"layer": index, "source_kv_heads": old.kv_heads, "kv_heads": new.kv_heads, **figures.get(index, {})}
             for index, (old, new) in enumerate(zip(plan.before, plan.after, strict=True))
         ],
         "changed": plan.changed,

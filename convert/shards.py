@@ -44,8 +44,9 @@ class Move:
 class Job:
     """A conversion under way: its open files, how far it is, and whether to stop. A `with` block closes the files."""
 
-    def __init__(self, plan: Plan, staging: Path, seed: int, progress: Progress) -> None:
+    def __init__(self, plan: Plan, staging: Path, seed: int, prepared: Path | None, progress: Progress) -> None:
         self.plan = plan
+        self.prepared = prepared
         self.seed = seed
         self._stack = ExitStack()
         self._readers: dict[Path, Reader] = {}
@@ -101,15 +102,20 @@ def write_headers(plan: Plan, staging: Path) -> None:
         (staging / "model.safetensors.index.json").write_bytes(index)
 
 
-def write_tensors(plan: Plan, staging: Path, *, seed: int, progress: Progress) -> None:
-    """Fill the files that `write_headers` made.
+def layer_file(layer: int) -> str:
+    """What the changed tensors of a layer are called in the directory `prepared`."""
+    return f"layer-{layer:04d}.safetensors"
+
+
+def write_tensors(plan: Plan, staging: Path, *, seed: int, progress: Progress, prepared: Path | None = None) -> None:
+    """Fill the files that `write_headers` made; with `prepared`, from what was computed before and lies there.
 
     Raises RequestError naming a tensor that holds NaN or infinity, or that does not fit the output dtype.
     """
     tasks: queue.SimpleQueue[Move | Unit] = queue.SimpleQueue()
     for task in _tasks(plan):
         tasks.put(task)
-    with Job(plan, staging, seed, progress) as job, ThreadPoolExecutor(WORKERS) as pool:
+    with Job(plan, staging, seed, prepared, progress) as job, ThreadPoolExecutor(WORKERS) as pool:
         workers = [pool.submit(_work, tasks, job) for _ in range(WORKERS)]
         try:
             wait(workers)

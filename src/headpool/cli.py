@@ -112,10 +112,24 @@ def convert(
     model: Model,
     out: Annotated[Path, typer.Argument(help="The new checkpoint directory.", show_default=False)],
     kv_heads: Annotated[int, typer.Option(help="K/V heads per layer of the result.", show_default=False)],
-    method: Annotated[str, typer.Option(help="mean, first or random.")] = "mean",
+    method: Annotated[str, typer.Option(help="mean, first, random or aligned.")] = "mean",
+    calibration: Annotated[
+        str | None, typer.Option(help="For method aligned: text like the training data, a file or a hub data set.")
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="The column of --calibration that holds the text.")] = "text",
+    calibration_tokens: Annotated[int, typer.Option(min=1, help="How many of its tokens are used.")] = 131_072,
+    calibration_window: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per window; default: the model's positions, at most 2048.")
+    ] = None,
+    groups: Annotated[str, typer.Option(help="Heads that share: search or contiguous.")] = "search",
+    refit: Annotated[bool, typer.Option(help="Refit the output projection.")] = True,
+    heal: Annotated[int, typer.Option(min=0, help="Steps of healing for each layer; 0: none.")] = 400,
+    heal_scope: Annotated[str, typer.Option(help="What is healed: layer or attention.")] = "layer",
+    device: Annotated[str | None, typer.Option(help="For method aligned; default: a GPU where there is one.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --dry-run --calibration: a PNG of what is predicted.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the result; default: as the source.")] = None,
     revision: Revision = None,
-    seed: Annotated[int, typer.Option(min=0, help="For method random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="For method random, and for the order of calibration text.")] = 0,
     max_shard_size: Annotated[str | None, typer.Option(help="Such as 5GB; default: the source's division.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate and plan, write nothing.")] = False,
@@ -128,11 +142,25 @@ def convert(
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # conversion has threads of its own; helpers of torch's would only spin
+    from headpool.convert.aligned.options import Alignment
     from headpool.convert.run import convert_checkpoint
     from headpool.geometry import parse_size
     from headpool.progress import Progress
+    from headpool.text import read_documents
 
-    with _stdout_for_json(as_json), Progress("bytes") as progress:
+    with _stdout_for_json(as_json), Progress("tokens") as aligning, Progress("bytes") as progress:
+        alignment = Alignment(
+            calibration=read_documents(calibration, text_column) if calibration is not None else None,
+            tokens=calibration_tokens,
+            window=calibration_window,
+            groups=groups,
+            refit=refit,
+            heal=heal,
+            heal_scope=heal_scope,
+            device=device,
+            plot=plot,
+            progress=lambda done, total: aligning("align", done, total),
+        )
         result = convert_checkpoint(
             model,
             out,
@@ -144,6 +172,7 @@ def convert(
             max_shard_size=parse_size(max_shard_size) if max_shard_size is not None else None,
             overwrite=overwrite,
             dry_run=dry_run,
+            alignment=alignment,
             progress=lambda done, total: progress("convert", done, total),
         )
     _show(result.describe(), result.to_dict(), as_json)

@@ -21,7 +21,7 @@ from headpool.geometry import parse_size
 from headpool.progress import Progress
 from headpool.recipe import EvalSection, Recipe
 from headpool.sections import FREE, UptrainSection
-from headpool.text import read_texts
+from headpool.text import read_documents, read_texts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -115,6 +115,8 @@ def _check(recipe: Recipe) -> None:
     if (section := recipe.convert) is not None:
         check_destination(Path(recipe.output) / "converted", overwrite=True, source=source.directory)
         plan_conversion(source, kv_heads=section.kv_heads, method=section.method, dtype=section.dtype)
+        if section.calibration is not None:
+            read_documents(section.calibration, section.text_column)
     if recipe.uptrain is not None:
         from headpool.uptrain.inputs import open_inputs
         from headpool.uptrain.plan import plan_uptraining
@@ -143,8 +145,15 @@ def _stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
     original = {"model": identity(locate(recipe.model, recipe.revision)), "revision": recipe.revision}
     made = []
     if recipe.convert is not None:
-        options = {"seed": recipe.seed, "options": recipe.convert.model_dump()}
-        yield Stage("convert", converted, PROVENANCE, {**original, **options}, lambda: _convert(recipe, converted))
+        text = recipe.convert.calibration
+        inputs = {
+            **original,
+            "seed": recipe.seed,
+            "options": recipe.convert.model_dump(exclude={"calibration"}),
+            "calibration": text and _identity_of_data(text),
+        }
+        work = root / "work" / "convert"
+        yield Stage("convert", converted, PROVENANCE, inputs, lambda: _convert(recipe, converted, work))
         made.append(converted)
     if recipe.uptrain is not None:
         if recipe.eval is not None and made:
@@ -199,12 +208,25 @@ def _identity_of_data(name: str) -> Any:
     return [identity(file) for file in files] or name
 
 
-def _convert(recipe: Recipe, out: Path) -> None:
+def _convert(recipe: Recipe, out: Path, work: Path) -> None:
+    from headpool.convert.aligned.options import Alignment
     from headpool.convert.run import convert_checkpoint
 
     assert recipe.convert is not None
     section = recipe.convert
-    with Progress("bytes") as progress:
+    with Progress("tokens") as aligning, Progress("bytes") as progress:
+        alignment = Alignment(
+            calibration=read_documents(section.calibration, section.text_column) if section.calibration else None,
+            tokens=section.calibration_tokens,
+            window=section.calibration_window,
+            groups=section.groups,
+            refit=section.refit,
+            heal=section.heal,
+            heal_scope=section.heal_scope,
+            device=section.device,
+            work=work,
+            progress=lambda done, total: aligning("align", done, total),
+        )
         convert_checkpoint(
             recipe.model,
             out,
@@ -215,6 +237,7 @@ def _convert(recipe: Recipe, out: Path) -> None:
             revision=recipe.revision,
             seed=recipe.seed,
             overwrite=True,
+            alignment=alignment,
             progress=lambda done, total: progress("convert", done, total),
         )
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GPU_MEMORY", "PALETTE", "UNADAPTED", "block_errors", "cache_against_context", "decode_against_context",
-    "learning_curve", "perplexity_by_position", "png", "quality_against_budget", "quality_against_cache", "save_png", "svg",
+    "learning_curve", "perplexity_by_position", "png", "predicted_loss", "quality_against_budget",
+    "quality_against_cache", "save_png", "svg",
 ]  # fmt: skip
 
 Row: TypeAlias = Mapping[str, Any]
@@ -228,6 +229,30 @@ def block_errors(layers: Sequence[Row]) -> "Figure":
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[-1].set_xlabel("layer")
     return with_legend(figure, axes)
+
+
+@styled
+def predicted_loss(predictions: Sequence[Row]) -> "Figure":
+    """What aligned conversion would lose against the cache that is left, before refit and healing.
+
+    predictions: {kv_heads, cache_bytes_per_token, keys, values}, the latter two shares of energy lost.
+    """
+    _require(predictions, "prediction")
+    figure, (axes,) = panels("Predicted loss against cache", [1], legend=2)
+    sizes = [one["cache_bytes_per_token"] for one in predictions]
+    shown: list[float] = []
+    for place, part in enumerate(("keys", "values"), 1):
+        lost = [one[part] for one in predictions]
+        axes.plot(sizes, lost, **look({"label": f"energy of the {part}"}, place))
+        shown += lost
+    for size, one in zip(sizes, predictions, strict=True):
+        highest = max(one["keys"], one["values"])
+        axes.annotate(f"{one['kv_heads']}", (size, highest), (0, 6), textcoords="offset points", ha="center")
+    bytes_axis(axes.xaxis, sizes)
+    axes.set_xlabel("K/V cache per token; numbers are K/V heads")
+    value_axis(axes.yaxis, shown)
+    axes.set_ylabel("share of energy lost")
+    return with_legend(figure, [axes])
 
 
 def _require(shown: Any, what: str) -> Any:

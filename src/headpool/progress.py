@@ -23,8 +23,6 @@ class Progress:
         self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:
-        if self._bars:
-            self._bars.start()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -35,7 +33,10 @@ class Progress:
         if self._bars:
             if task not in self._begun:
                 self._begun[task] = self._bars.add_task(task, total=total, note="")
+            self._bars.start()
             self._bars.update(self._begun[task], completed=done, note=note)
+            if self._bars.finished:  # make room for what another one shows next
+                self._bars.stop()
         else:
             self._line(task, done, total, note)
 

@@ -36,9 +36,26 @@ class ConvertSection(Section):
     """What `headpool convert` would be told."""
 
     kv_heads: Positive = Field(description="K/V heads per layer of the result")
-    method: Literal["mean", "first", "random"] = Field("mean", description="how the heads of a group become one")
+    method: Literal["mean", "first", "random", "aligned"] = Field(
+        "mean", description="how the heads of a group become one"
+    )
+    calibration: str | None = Field(None, description="for aligned: text like the training data")
+    text_column: str = Field("text", description="the column of `calibration` that holds the text")
+    calibration_tokens: Positive = Field(131_072, description="how many of its tokens are used")
+    calibration_window: Positive | None = Field(None, description="tokens per window; default: the model's positions")
+    groups: Literal["search", "contiguous"] = Field("search", description="for aligned: which heads share")
+    refit: bool = Field(True, description="for aligned: refit the output projection")
+    heal: Annotated[int, Field(ge=0)] = Field(400, description="for aligned: steps of healing for each layer")
+    heal_scope: Literal["layer", "attention"] = Field("layer", description="for aligned: what is healed")
+    device: str | None = Field(None, description="for aligned; default: a GPU where there is one")
     dtype: Dtype | None = Field(None, description="dtype of the result; default: as the source")
     max_shard_size: Size | None = Field(None, description="such as 5GB; default: the source's division")
+
+    @model_validator(mode="after")
+    def _calibrated_by_aligned_only(self) -> Self:
+        if self.calibration is not None and self.method != "aligned":
+            raise ValueError(f"calibration is for method aligned, not for {self.method}")
+        return self
 
 
 class EvalSection(Section):
@@ -217,6 +234,8 @@ def _resolved(recipe: Recipe, folder: Path) -> Recipe:
         local = folder / Path(value).expanduser()
         return str(local) if local.exists() or glob.glob(str(local), recursive=True) else value  # noqa: PTH207
 
+    calibration = recipe.convert and recipe.convert.calibration
+    convert = recipe.convert and recipe.convert.model_copy(update={"calibration": calibration and resolve(calibration)})
     evaluation = recipe.eval and recipe.eval.model_copy(
         update={
             "data": resolve(recipe.eval.data),
@@ -224,7 +243,12 @@ def _resolved(recipe: Recipe, folder: Path) -> Recipe:
         }
     )
     return recipe.model_copy(
-        update={"model": resolve(recipe.model), "eval": evaluation, "uptrain": _with_paths(recipe.uptrain, resolve)}
+        update={
+            "model": resolve(recipe.model),
+            "convert": convert,
+            "eval": evaluation,
+            "uptrain": _with_paths(recipe.uptrain, resolve),
+        }
     )
 
 

@@ -60,7 +60,7 @@ def test_all_errors_are_reported_together(recipe: Path) -> None:
         "missing key model",
         "unknown key convert.kv_head; did you mean kv_heads?",
         "missing key convert.kv_heads",
-        "convert.method: input should be 'mean', 'first' or 'random', found 'median'",
+        "convert.method: input should be 'mean', 'first', 'random' or 'aligned', found 'median'",
         "eval.window:",
         "unknown key eval.colour; known are data,",
         "seed: input should be greater than or equal to 0, found -1",

@@ -1,0 +1,78 @@
+"""What method aligned may be told; heavy packages are left to whoever does it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headpool.errors import RequestError
+from headpool.text import TextData
+
+CALIBRATION_TOKENS = 131_072
+HEAL_STEPS = 400
+
+GROUPS = ("search", "contiguous")
+SCOPES = ("layer", "attention")
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How a model is aligned (docs/method.md has the figures behind the defaults).
+
+    calibration: documents like those that the model was trained on; without them alignment goes by the weights alone,
+        and refit and healing are left out.
+    tokens, window: how many tokens of it are used, and how many make a window (None: the model's positions, at most
+        2048).
+    groups: which heads share is searched for, or neighbours do. refit: whether the output projection is refitted.
+    heal: for how many steps each layer is healed; 0 leaves it out. heal_scope: whether the whole decoder layer is
+        trained for that, norms and MLP included (experts are not), or its attention projections alone.
+    learning_rate: of healing, at its peak.
+    device: such as cuda:0; None takes a GPU where there is one.
+    work: where the work so far is kept; None puts it beside the output.
+    plot: a PNG of what a dry run predicts.
+    progress: called with the tokens of calibration text that have gone through a layer so far and in all.
+    """
+
+    calibration: TextData | None = None
+    tokens: int = CALIBRATION_TOKENS
+    window: int | None = None
+    groups: str = "search"
+    refit: bool = True
+    heal: int = HEAL_STEPS
+    heal_scope: str = "layer"
+    learning_rate: float = 3e-3
+    device: str | None = None
+    work: Path | None = None
+    plot: Path | None = None
+    progress: Callable[[int, int], None] = lambda done, total: None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("groups", self.groups, GROUPS), ("heal scope", self.heal_scope, SCOPES)):
+            if value not in known:
+                raise RequestError(f"unknown {name} {value!r}; there are {', '.join(known)}")
+
+    @property
+    def whole_layers(self) -> bool:
+        """Whether more than attention changes."""
+        return self.calibration is not None and self.heal > 0 and self.heal_scope == "layer"
+
+    def options(self) -> dict[str, Any]:
+        """What the result depends on besides the text, in JSON's types."""
+        chosen: dict[str, Any] = {"groups": self.groups}
+        if self.calibration is not None:
+            chosen |= {"calibration_tokens": self.tokens, "refit": self.refit}
+            chosen |= {"heal": self.heal, "heal_scope": self.heal_scope}
+            chosen |= {"calibration_window": self.window, "heal_learning_rate": self.learning_rate}
+        return chosen
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Lost energy of keys and of values, means over the layers, at `kv_heads` K/V heads: 0 where nothing is lost, 1
+    where everything is. What refit and healing win back is not in it.
+    """
+
+    kv_heads: int
+    cache_bytes_per_token: int
+    keys: float
+    values: float

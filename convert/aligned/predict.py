@@ -1,0 +1,52 @@
+"""What aligned conversion would lose at every possible number of K/V heads, from one pass over calibration text."""
+
+from dataclasses import asdict
+from typing import Any
+
+from headpool import geometry
+from headpool.convert.aligned.grouping import GroupLoss
+from headpool.convert.aligned.options import Alignment, Prediction
+from headpool.convert.aligned.run import batch_of, check_attention, estimate_for, open_stock, read_calibration
+from headpool.convert.aligned.sharing import folds, observe
+from headpool.convert.aligned.walk import Layer, Walk
+from headpool.convert.plan import Plan
+from headpool.headers import BITS
+
+
+def predict(plan: Plan, alignment: Alignment, seed: int) -> tuple[list[Prediction], dict[str, Any]]:
+    """A prediction for every number of K/V heads that the model can be brought to, most first, drawn to
+    `alignment.plot` where that is given; and the estimate of what aligning will take.
+
+    Raises RequestError as `aligned.prepare` does.
+    """
+    check_attention(plan)
+    text = read_calibration(plan, alignment, seed)
+    assert text is not None
+    counts = geometry.options(plan.before)
+    lost: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
+    for layer in Walk(open_stock(plan, alignment), text.tokens, batch=batch_of(text.tokens.shape[1])):
+        loss = _loss(layer)
+        for count in counts:
+            heads = plan.before[layer.index].kv_heads
+            partition = loss.choose(min(count, heads), search=alignment.groups == "search")
+            lost[count].append(dict(loss.lost(partition)))
+        alignment.progress((layer.index + 1) * text.tokens.numel(), len(plan.before) * text.tokens.numel())
+    keys = plan.source.tensors[plan.layout.names(plan.units[0].layer, "k")[0]]
+    predictions = [
+        Prediction(
+            count,
+            geometry.cache_bytes_per_token(geometry.regroup(plan.before, count), BITS[keys.dtype] // 8),
+            *(sum(layer[part] for layer in lost[count]) / len(lost[count]) for part in ("keys", "values")),
+        )
+        for count in counts
+    ]
+    if alignment.plot is not None:
+        from headpool.plots import predicted_loss, save_png
+
+        save_png(predicted_loss([asdict(one) for one in predictions]), alignment.plot)
+    return predictions, estimate_for(plan, alignment, text.tokens.shape).to_dict()
+
+
+def _loss(layer: Layer) -> GroupLoss:
+    weights, moments = observe(layer)
+    return GroupLoss(weights, moments, fold_mean=folds(weights))

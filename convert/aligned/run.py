@@ -1,0 +1,179 @@
+"""Aligned conversion: each layer's attention, fitted to fewer K/V heads on calibration text or on its weights alone.
+
+Layers are independent of each other: each is fitted to what the original does with the original's hidden states. So
+one layer is in memory at a time, a killed run goes on at the layer where it was, and the error of one layer does not
+become the target of the next.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from headpool import __version__
+from headpool.convert.aligned.calibration import Calibration, calibration
+from headpool.convert.aligned.estimate import Estimate, Task, check_resources, estimate, free_disk, free_memory
+from headpool.convert.aligned.fit import Fit
+from headpool.convert.aligned.options import Alignment
+from headpool.convert.aligned.sharing import Figures, changed, share_without_text
+from headpool.convert.aligned.stock import Stock
+from headpool.convert.aligned.walk import Walk
+from headpool.convert.aligned.work import Work
+from headpool.convert.plan import Plan
+from headpool.convert.shards import layer_file
+from headpool.errors import RequestError
+
+STEP_TOKENS = 4096
+"""Tokens of a healing step."""
+
+KEPT_BYTES = 2 << 30
+"""Inputs and outputs of a layer are held on to while it is healed, where they take no more than that."""
+
+Prepared = tuple[dict[str, Tensor], Figures]
+"""The changed tensors of a layer by their names, and its figures."""
+
+
+def prepare(plan: Plan, alignment: Alignment, directory: Path, seed: int) -> dict[str, Any]:
+    """Align every layer of the plan and leave its tensors, float32, in `directory` under `layer_file`; gives what
+    headpool.json says of it.
+
+    A directory that a killed run of the same alignment left is gone on with.
+
+    Raises RequestError for calibration text that is too short, where activations are not finite (the layer is named),
+    for attention that cannot be observed or has no freedom to use, and while another process works there.
+    """
+    check_attention(plan)
+    text = read_calibration(plan, alignment, seed)
+    options = {**alignment.options(), **({} if text is None else {"calibration": text.data_sha256})}
+    run = {
+        "source": plan.source.headers_sha256(),
+        "files": sorted({(one.path.name, one.path.stat().st_mtime_ns) for one in plan.source.tensors.values()}),
+        "kv_heads": plan.kv_heads,
+        "options": options,
+        "seed": seed,
+        "tokens": None if text is None else text.sha256,
+        "versions": [__version__, torch.__version__, transformers.__version__],
+    }
+    if text is not None:
+        check_resources(
+            estimate_for(plan, alignment, text.tokens.shape),
+            memory=free_memory(device_of(alignment)),
+            disk=free_disk(directory),
+            work=directory,
+        )
+    with Work(directory, run) as work:
+        figures = align(plan, alignment, None if text is None else text.tokens, work, seed=seed)
+    return {"options": options, "layers": [asdict(one) for one in figures]}
+
+
+def estimate_for(plan: Plan, alignment: Alignment, shape: Sequence[int]) -> Estimate:
+    """What aligning on calibration windows of `shape` [N, T] will take."""
+    windows, tokens = shape
+    batch = batch_of(tokens)
+    task = Task(
+        windows,
+        tokens,
+        batch,
+        refit=alignment.refit,
+        heal_steps=alignment.heal,
+        heal_batch=batch,
+        whole_layers=alignment.whole_layers,
+        kept=kept_bytes(plan, windows * tokens),
+    )
+    return estimate(plan.source, plan.layout, task)
+
+
+def kept_bytes(plan: Plan, tokens: int) -> int:
+    """Bytes of a layer's attention inputs and outputs, where they are few enough to be held on to; 0 otherwise."""
+    hidden = plan.source.tensors[plan.layout.names(plan.units[0].layer, "o")[0]].shape[0]
+    size = 3 * 4 * tokens * hidden
+    return size if size <= KEPT_BYTES else 0
+
+
+def read_calibration(plan: Plan, alignment: Alignment, seed: int) -> Calibration | None:
+    """The windows of calibration text that an alignment asks for, if it has any."""
+    if alignment.calibration is None:
+        return None
+    needed = max(plan.before[unit.layer].kv_heads * plan.before[unit.layer].head_dim for unit in plan.units)
+    return calibration(
+        plan.source,
+        alignment.calibration,
+        tokens=alignment.tokens,
+        needed=needed,
+        window=alignment.window,
+        seed=seed,
+    )
+
+
+def check_attention(plan: Plan) -> None:
+    """RequestError for attention that does more than the method knows how to preserve."""
+    for suffix in plan.layout.per_query_head:
+        name = plan.layout.tensor(plan.units[0].layer, suffix)
+        if name in plan.source.tensors and suffix != "sinks":
+            raise RequestError(
+                f"method aligned cannot go past {name!r}, which acts between attention and output projection; "
+                f"use method mean"
+            )
+    if plan.source.config.get("clip_qkv") is not None:
+        raise RequestError("method aligned cannot go past clip_qkv, which cuts keys off at a size; use method mean")
+
+
+def align(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Work, *, seed: int = 0) -> list[Figures]:
+    """Fit every layer of the plan and leave its tensors in `work`; gives the figures of all of them, in order.
+
+    windows_NT: calibration tokens; None takes inputs to be uncorrelated, scaled by the gain of the layer's norm, and
+    does without refit and healing. Layers that `work` has already are not done again.
+    """
+    fits = _without_text(plan, alignment) if windows_NT is None else _on_text(plan, alignment, windows_NT, work, seed)
+    tokens = 1 if windows_NT is None else windows_NT.numel()
+    todo = {unit.layer for unit in plan.units}
+    for index, fit in fits:
+        if index in todo and work.load(layer_file(index)) is None:
+            begin = time.perf_counter()
+            tensors, figures = fit()
+            figures.seconds = time.perf_counter() - begin
+            work.save(layer_file(index), tensors, asdict(figures))
+        alignment.progress((index + 1) * tokens, len(plan.before) * tokens)
+    kept = [work.load(layer_file(index)) for index in sorted(todo)]
+    return [Figures(**one[1]) for one in kept if one is not None]
+
+
+def _without_text(plan: Plan, alignment: Alignment) -> Iterator[tuple[int, Callable[[], Prepared]]]:
+    stock = open_stock(plan, alignment)
+    search = alignment.groups == "search"
+    for unit in plan.units:
+
+        def fit(index: int = unit.layer, kv_heads: int = unit.kv_heads) -> Prepared:
+            shared, figures = share_without_text(plan, stock, index, kv_heads, search=search)
+            return changed(plan, index, shared), figures
+
+        yield unit.layer, fit
+
+
+def _on_text(
+    plan: Plan, alignment: Alignment, windows_NT: Tensor, work: Work, seed: int
+) -> Iterator[tuple[int, Callable[[], Prepared]]]:
+    converted = open_stock(plan, alignment, config_text=plan.config_text)
+    kv_heads = {unit.layer: unit.kv_heads for unit in plan.units}
+    keep = kept_bytes(plan, windows_NT.numel()) > 0
+    for layer in Walk(open_stock(plan, alignment), windows_NT, batch=batch_of(windows_NT.shape[1]), work=work):
+        yield layer.index, Fit(plan, alignment, layer, converted, kv_heads.get(layer.index, 0), seed, keep).run
+
+
+def open_stock(plan: Plan, alignment: Alignment, config_text: str | None = None) -> Stock:
+    """The source's stock class in float32, on the device that an alignment asks for."""
+    return Stock(plan.source, plan.layout, device=device_of(alignment), dtype=torch.float32, config_text=config_text)
+
+
+def device_of(alignment: Alignment) -> str:
+    return alignment.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def batch_of(tokens: int) -> int:
+    """Windows of so many tokens that go through a layer at a time, and that are one step of healing."""
+    return max(1, STEP_TOKENS // tokens)

@@ -1,0 +1,115 @@
+"""Steps 1 to 3 for one layer: which heads share, and one key head and one value head for each group."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from headpool.convert.aligned.grouping import GroupLoss, permute
+from headpool.convert.aligned.keys import share_keys
+from headpool.convert.aligned.moments import Moments, data_free
+from headpool.convert.aligned.observe import GroupObserver, HeadSizes, MomentsObserver, observing
+from headpool.convert.aligned.stock import Stock, read_tensor
+from headpool.convert.aligned.values import share_values
+from headpool.convert.aligned.walk import Layer
+from headpool.convert.layouts import PARTS, AttentionWeights
+from headpool.convert.plan import Plan
+
+EVERY = 4
+"""One query in so many is looked at when moments are gathered."""
+
+
+@dataclass
+class Figures:
+    """What became of a layer.
+
+    partition: the groups of source heads. lost_energy: what sharing loses of "keys" and "values", relative to the
+    layer's. block_error: the relative squared error of the attention block's output on held-out calibration windows
+    after each step that was taken ("closed", "refit", "heal"); layer_error: that of the whole layer's output before
+    and after it was healed. seconds: how long it took.
+    """
+
+    layer: int
+    partition: list[list[int]]
+    lost_energy: dict[str, float]
+    block_error: dict[str, float] = field(default_factory=dict)
+    layer_error: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def share_on_text(plan: Plan, layer: Layer, kv_heads: int, *, search: bool) -> tuple[AttentionWeights, Figures]:
+    """A layer's attention with `kv_heads` K/V heads, by what attention sees of the calibration text.
+
+    The layer has been advanced and the outputs of its attention recorded afterwards.
+    """
+    weights, moments = observe(layer, record=True)
+    weights, moments, figures = _grouped(layer.index, weights, moments, kv_heads, search=search)
+    averaged = GroupObserver(figures.partition)
+    with observing(layer.attention, averaged, every=EVERY):
+        for block in layer.blocks():
+            block.through(layer.attention)
+    shared = share_keys(weights, kv_heads, moments)
+    return share_values(shared, kv_heads, *averaged.moments(), fold_mean=folds(weights)), figures
+
+
+def share_without_text(
+    plan: Plan, stock: Stock, index: int, kv_heads: int, *, search: bool
+) -> tuple[AttentionWeights, Figures]:
+    """A layer's attention with `kv_heads` K/V heads, as if its inputs were uncorrelated, of the size that the layer's
+    norm gives them.
+    """
+    weights = stock.weights(index)
+    assert weights.q is not None
+    moments = data_free(weights, _norm_gain(plan, index, weights.q.shape[-1]))
+    weights, moments, figures = _grouped(index, weights, moments, kv_heads, search=search)
+    shared = share_keys(weights, kv_heads, moments)
+    groups = moments.value_groups(kv_heads)
+    return share_values(shared, kv_heads, groups, moments.value_means, fold_mean=folds(weights)), figures
+
+
+def observe(layer: Layer, *, record: bool = False) -> tuple[AttentionWeights, Moments]:
+    """A layer's weights, and the moments of its attention over the text, on the way to the next layer's inputs."""
+    weights = layer.walk.stock.weights(layer.index)
+    assert weights.rotary is not None
+    assert weights.k is not None
+    observer = MomentsObserver(weights.rotary)
+    projection: nn.Module = layer.attention.get_submodule(layer.walk.stock.layout.projections["k"])
+    with observing(layer.attention, observer, every=EVERY), HeadSizes(projection, len(weights.k)) as sizes:
+        layer.advance(record=record)
+    scale = sizes.root_mean_squares() if weights.key_norm is not None else None
+    return weights, replace(observer.moments(), key_scale=scale)
+
+
+def folds(weights: AttentionWeights) -> bool:
+    """Whether attention weights sum to one, so that a lost mean of the values is the same in every output."""
+    return not weights.per_query_head
+
+
+def changed(plan: Plan, index: int, weights: AttentionWeights) -> dict[str, Tensor]:
+    """What changes of a layer's attention, by the names that it has in the checkpoint, float32."""
+    tensors = plan.layout.write(weights, index)
+    return {name: tensors[name].float() for name in plan.layout.changed(index, PARTS) if name in plan.source.tensors}
+
+
+def _grouped(
+    index: int, weights: AttentionWeights, moments: Moments, kv_heads: int, *, search: bool
+) -> tuple[AttentionWeights, Moments, Figures]:
+    """The layer with the heads that share side by side, its moments likewise, and what that loses."""
+    loss = GroupLoss(weights, moments, fold_mean=folds(weights))
+    partition = loss.choose(kv_heads, search=search)
+    order = [head for members in partition for head in members]
+    figures = Figures(index, [list(members) for members in partition], dict(loss.lost(partition)))
+    return permute(weights, order), moments.permuted(order), figures
+
+
+_ZERO_CENTRED = ("gemma", "vaultgemma", "nemotron")
+"""Families whose norms store their gain less one."""
+
+
+def _norm_gain(plan: Plan, index: int, hidden: int) -> Tensor:
+    """The gain [D] of the norm before the attention, float64; ones where there is none (OLMo)."""
+    record = plan.source.tensors.get(f"{plan.layout.stem}{index}.input_layernorm.weight")
+    if record is None:
+        return torch.ones(hidden, dtype=torch.float64)
+    gain = read_tensor(record).double()
+    return gain + 1 if plan.source.config["model_type"].startswith(_ZERO_CENTRED) else gain

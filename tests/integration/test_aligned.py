@@ -1,0 +1,265 @@
+"""`convert --method aligned` as a whole: exact where nothing has to be lost, better than pooling where something has,
+resumed where it was, the same bytes every time.
+"""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from headpool.convert.aligned import run as aligned
+from headpool.convert.aligned.fit import Fit
+from headpool.convert.aligned.options import Alignment
+from headpool.convert.aligned.work import Work
+from headpool.convert.run import Conversion, convert_checkpoint
+from headpool.errors import HeadpoolError, RequestError
+from headpool.text import TextData, read_documents
+
+pytestmark = pytest.mark.usefixtures("quick_check")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextData:
+    path = tmp_path_factory.mktemp("text") / "novel.txt"
+    path.write_text(tiny.NOVEL.read_text(encoding="utf-8")[:60_000], encoding="utf-8")
+    return read_documents(path)
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float32 llama of 2 layers, 12 heads, and the vocabulary of the quickstart's tokenizer."""
+    return tiny.checkpoint(tmp_path_factory.mktemp("spread") / "llama", vocab_size=2048, tokenizer=True)
+
+
+def alignment(text: TextData | None, **changes: Any) -> Alignment:
+    return Alignment(**{"calibration": text, "tokens": 2048, "window": 64, "heal": 0, "device": "cpu", **changes})
+
+
+def convert(source: Path, out: Path, kv_heads: int, given: Alignment, **changes: Any) -> Conversion:
+    return convert_checkpoint(str(source), out, kv_heads=kv_heads, method="aligned", alignment=given, **changes)
+
+
+def facts(out: Path) -> dict[str, Any]:
+    held: dict[str, Any] = json.loads((out / "headpool.json").read_text())
+    return held
+
+
+@pytest.mark.parametrize(
+    ("family", "calibrated"), [("llama", True), *((family, False) for family in (*tiny.FAMILIES, "phi", "glm"))]
+)
+def test_expanded_heads_come_back_without_loss(
+    tmp_path: Path, text: TextData, family: str, *, calibrated: bool
+) -> None:
+    """Keys that are equal and values that span one head's dimensions: rank one and rank d, so nothing is lost."""
+    grouped = tiny.checkpoint(
+        tmp_path / "grouped", family, vocab_size=2048, num_key_value_heads=4, dtype=torch.float64, tokenizer=True
+    )
+    wide = tmp_path / "wide"
+    shutil.copytree(grouped, wide)
+    config = json.loads((wide / "config.json").read_text())
+    d = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    tiny.rewrite(wide, {
+        name: tensor.unflatten(0, (4, d)).repeat_interleave(3, 0).flatten(0, 1)
+        for name, tensor in tiny.tensors(grouped).items() if "k_proj" in name or "v_proj" in name
+    })  # fmt: skip
+    (wide / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 12}))
+    convert(wide, tmp_path / "out", 4, alignment(text if calibrated else None, refit=False))
+    expected, found = (tiny.logits(tiny.load(one)) for one in (wide, tmp_path / "out"))
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()  # tensors are handed on in float32
+    assert all(sum(layer["lost_energy"].values()) < 1e-9 for layer in facts(tmp_path / "out")["layers"])
+
+
+def test_each_step_brings_the_blocks_nearer_to_the_original(tmp_path: Path, spread: Path, text: TextData) -> None:
+    result = convert(spread, tmp_path / "out", 4, alignment(text, tokens=8192, heal=30, heal_scope="attention"))
+    layers = facts(tmp_path / "out")["layers"]
+    assert all(one["seconds"] > 0 and one["block_error"] for one in result.layers)
+    assert not any("seconds" in layer for layer in layers)
+    assert [layer["layer"] for layer in layers] == [0, 1]
+    for layer in layers:
+        error = layer["block_error"]
+        assert error["heal"] < error["refit"] < error["closed"]
+        assert sorted(head for group in layer["partition"] for head in group) == list(range(12))
+        assert all(0 < lost < 1 for lost in layer["lost_energy"].values())
+    mean = convert_checkpoint(str(spread), tmp_path / "mean", kv_heads=4, method="mean")
+    assert mean.pooled_tensors < len(facts(tmp_path / "out")["changed"])
+    original, pooled, healed = (
+        tiny.logits(tiny.stock_model(one)) for one in (spread, tmp_path / "mean", tmp_path / "out")
+    )
+    assert (healed - original).square().sum() < 0.7 * (pooled - original).square().sum()
+
+
+def test_block_error_is_that_of_the_block_on_windows_held_out(tmp_path: Path, spread: Path, text: TextData) -> None:
+    """The reported error of the first layer, computed again from both checkpoints by the stock classes."""
+    given = alignment(text, refit=False)
+    convert(spread, tmp_path / "out", 4, given)
+    windows = aligned.read_calibration(aligned_plan(spread), given, 0)
+    assert windows is not None
+    held_out = windows.tokens[-2:]  # one in 16 of 32
+    outputs = []
+    for one in (spread, tmp_path / "out"):
+        model = tiny.stock_model(one)
+        model.model.layers[0].self_attn.register_forward_hook(lambda _, __, result: outputs.append(result[0]))
+        with torch.no_grad():
+            model(held_out)
+    expected = float((outputs[1] - outputs[0]).square().sum() / outputs[0].square().sum())
+    assert facts(tmp_path / "out")["layers"][0]["block_error"]["closed"] == pytest.approx(expected, rel=1e-4)
+
+
+def aligned_plan(source: Path) -> Any:
+    from headpool.checkpoint import open_source
+    from headpool.convert.plan import plan_conversion
+
+    return plan_conversion(open_source(str(source), None), kv_heads=4, method="aligned")
+
+
+def test_declares_what_it_changes_and_leaves_the_rest(tmp_path: Path, spread: Path, text: TextData) -> None:
+    convert(spread, tmp_path / "out", 4, alignment(text))
+    before, after = tiny.tensors(spread), tiny.tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == set(facts(tmp_path / "out")["changed"])
+    assert changed == {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(2) for part in "qkvo"}
+
+
+def test_healing_whole_layers_brings_them_nearer_and_changes_all_of_them(
+    tmp_path: Path, spread: Path, text: TextData
+) -> None:
+    convert(spread, tmp_path / "layer", 4, alignment(text, tokens=4096, heal=10))
+    for layer in facts(tmp_path / "layer")["layers"]:
+        assert layer["layer_error"]["heal"] < layer["layer_error"]["before"]
+    before, after = tiny.tensors(spread), tiny.tensors(tmp_path / "layer")
+    inside = {name for name in before if name.startswith("model.layers.")}
+    assert inside == {name for name in before if not torch.equal(before[name], after[name])}
+    assert inside == set(facts(tmp_path / "layer")["changed"])
+
+
+def test_experts_stay_as_they_are(tmp_path: Path, text: TextData) -> None:
+    source = tiny.checkpoint(
+        tmp_path / "mixtral", "mixtral", vocab_size=2048, tokenizer=True, num_local_experts=2, num_experts_per_tok=1
+    )
+    convert(source, tmp_path / "out", 4, alignment(text, heal=3))
+    before, after = tiny.tensors(source), tiny.tensors(tmp_path / "out")
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert {name for name in before if "moe" in name or "expert" in name} <= same
+    assert "model.layers.0.input_layernorm.weight" not in same
+
+
+def test_a_killed_run_goes_on_at_the_layer_where_it_was(
+    tmp_path: Path, spread: Path, text: TextData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = alignment(text, heal=5)
+    convert(spread, tmp_path / "whole", 4, given)
+    fitted: list[int] = []
+    run = Fit.run
+
+    def noting(self: Any) -> Any:
+        fitted.append(self.layer.index)
+        if len(fitted) == 2:
+            raise KeyboardInterrupt
+        return run(self)
+
+    monkeypatch.setattr(Fit, "run", noting)
+    with pytest.raises(KeyboardInterrupt):
+        convert(spread, tmp_path / "out", 4, given)
+    assert not (tmp_path / "out").exists()
+    convert(spread, tmp_path / "out", 4, given)
+    assert fitted == [0, 1, 1]
+    for file in ("model.safetensors", "headpool.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "out"}
+
+
+def test_other_options_do_not_go_on_with_what_a_killed_run_left(
+    tmp_path: Path, spread: Path, text: TextData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(spread, tmp_path / "whole", 4, alignment(text, groups="contiguous"))
+    with monkeypatch.context() as patch:
+        patch.setattr("headpool.convert.run.write_tensors", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(spread, tmp_path / "out", 4, alignment(text))
+    convert(spread, tmp_path / "out", 4, alignment(text, groups="contiguous"))
+    for file in ("model.safetensors", "headpool.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def test_a_full_disk_keeps_the_layers_that_are_done(
+    tmp_path: Path, spread: Path, text: TextData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Work.save
+
+    def full(self: Work, name: str, *rest: Any) -> None:
+        if name == "layer-0001.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, name, *rest)
+
+    monkeypatch.setattr(Work, "save", full)
+    with pytest.raises(HeadpoolError, match="No space left on device; the layers that are done are kept there"):
+        convert(spread, tmp_path / "out", 4, alignment(text))
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.aligning" / "layer-0000.safetensors").is_file()
+
+
+def test_copies_where_nothing_has_to_be_shared(tmp_path: Path, spread: Path, text: TextData) -> None:
+    result = convert(spread, tmp_path / "out", 12, alignment(text))
+    assert result.copied
+    assert result.layers == ()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (spread / "model.safetensors").read_bytes()
+
+
+def test_a_dry_run_predicts_every_number_of_heads(tmp_path: Path, spread: Path, text: TextData) -> None:
+    convert(spread, tmp_path / "out", 4, alignment(text, groups="contiguous"))
+    lost = [layer["lost_energy"] for layer in facts(tmp_path / "out")["layers"]]
+    plot = tmp_path / "plot.png"
+    result = convert(spread, tmp_path / "none", 4, alignment(text, groups="contiguous", plot=plot), dry_run=True)
+    assert not (tmp_path / "none").exists()
+    found = {one.kv_heads: one for one in result.predictions}
+    assert list(found) == [12, 6, 4, 3, 2, 1]
+    assert found[12].keys == found[12].values == 0
+    assert found[4].keys == pytest.approx(sum(one["keys"] for one in lost) / 2)
+    assert found[4].values == pytest.approx(sum(one["values"] for one in lost) / 2)
+    assert [one.cache_bytes_per_token for one in result.predictions] == [2 * 2 * 8 * 4 * count for count in found]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_refusals(tmp_path: Path, spread: Path, text: TextData) -> None:
+    short = TextData(["Too short."], "0" * 64, "short.txt")
+    refused = {
+        "too short to calibrate": lambda out: convert(spread, out, 4, alignment(short)),
+        "at least 96": lambda out: convert(spread, out, 4, alignment(short)),
+        "128 positions": lambda out: convert(spread, out, 4, alignment(text, window=129)),
+        "unknown groups 'all'": lambda out: convert(spread, out, 4, alignment(text, groups="all")),
+        "is for method aligned": lambda out: convert_checkpoint(
+            str(spread), out, kv_heads=4, method="mean", alignment=alignment(text)
+        ),
+    }
+    for words, attempt in refused.items():
+        with pytest.raises(RequestError, match=words):
+            attempt(tmp_path / "out")
+        assert not any(path.name.endswith("out") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("family", "changes", "words"), [
+    ("olmo", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("bitnet", {}, "attn_sub_norm"),
+])  # fmt: skip
+def test_refuses_attention_that_it_cannot_preserve(
+    tmp_path: Path, family: str, changes: dict[str, Any], words: str
+) -> None:
+    source = tiny.checkpoint(tmp_path / family, family, **changes)
+    with pytest.raises(RequestError, match=words):
+        convert(source, tmp_path / "out", 4, alignment(None))
+
+
+def test_activations_that_are_not_finite_are_refused_by_layer(tmp_path: Path, spread: Path, text: TextData) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(spread, broken)
+    names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("up", "down")]
+    tiny.rewrite(broken, {name: torch.full_like(tiny.tensors(broken)[name], 1e30) for name in names})
+    with pytest.raises(RequestError, match=r"layer 0 .* not finite"):
+        convert(broken, tmp_path / "out", 4, alignment(text))
+    assert not (tmp_path / "out").exists()
