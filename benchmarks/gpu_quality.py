@@ -25,6 +25,7 @@ from headpool.convert.aligned.options import Alignment
 from headpool.convert.aligned.run import align, estimate_for
 from headpool.convert.aligned.work import Work
 from headpool.convert.plan import plan_conversion
+from headpool.text import TextData
 
 
 def make_checkpoint(folder: Path, layers: int) -> None:
@@ -68,7 +69,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> None:
     windows_NT = torch.randint(0, 32_000, shape, generator=torch.Generator().manual_seed(0))
     base = forward_seconds(folder / "model", windows_NT)
     print(f"forward pass: {base:.1f} s")
-    given = Alignment(device="cuda", heal=0, refit=False)
+    given = Alignment(calibration=TextData([], "", "random tokens"), device="cuda", heal=0, refit=False)
     options = {
         "keys, values and groups": given,
         "and refit": replace(given, refit=True),

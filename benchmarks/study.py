@@ -184,6 +184,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "results.json"
     results: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    wanted = {key(case, options.data, options.scale) for case in cases()}
     chosen = [case for case in cases() if options.only in case.name]
     for number, case in enumerate(chosen, start=1):
         name = key(case, options.data, options.scale)
@@ -192,7 +193,7 @@ def main() -> None:
             results[name] = measure(case, options.data, options.scale, options.work)
             file.with_suffix(".partial").write_text(json.dumps(results, indent=1) + "\n")
             file.with_suffix(".partial").replace(file)
-        write(results, options.out)
+        write({name: one for name, one in results.items() if name in wanted}, options.out)
     print(f"{options.out / 'README.md'}: {len(chosen)} of {len(cases())} cases")
 
 

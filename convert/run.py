@@ -135,6 +135,8 @@ def convert_checkpoint(
     check_space(out, plan.nbytes)
     if alignment.calibration is not None and not plan.method.aligned:
         raise RequestError(f"method {method} needs no calibration text; it is for method aligned")
+    if alignment.plot is not None and not (dry_run and alignment.calibration is not None):
+        raise RequestError("a plot is made of what a dry run with calibration text predicts")
     warnings: tuple[str, ...] = ()
     predictions: Sequence[Prediction] = ()
     estimate: dict[str, Any] | None = None
@@ -180,6 +182,9 @@ def _prepared(plan: Plan, out: Path, alignment: "Alignment", seed: int) -> Itera
         facts = prepare(plan, alignment, directory, seed)
     except OSError as error:
         raise HeadpoolError(f"{directory}: {error.strerror}; the layers that are done are kept there") from error
+    except RequestError:  # nothing to go on with: the same request would be refused again
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
     yield directory, facts
     shutil.rmtree(directory)
 

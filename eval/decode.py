@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
+from headpool.errors import HeadpoolError, first_line
 from headpool.eval.cache import cache_name, stored_bytes
 from headpool.geometry import Layer
 from headpool.score import keeps_logits
@@ -77,8 +78,27 @@ def time_decoding(
 
     Each is run once before, to warm up and to see which kernel it uses. Every run fills the same cache to the same
     length, and the device is waited for before and after what is timed. `layers` are those of each model. `progress`
-    is called with tokens done and to do.
+    is called with tokens done and to do. HeadpoolError where there is not enough memory.
     """
+    try:
+        return _take_turns(models, layers, context, batch, progress, repeats)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "alloc" in str(error):
+            raise HeadpoolError(
+                f"not enough memory to decode at context {context} with batch size {batch}: {first_line(error)}; "
+                f"take smaller contexts or batches"
+            ) from error
+        raise
+
+
+def _take_turns(
+    models: Sequence[Any],
+    layers: Sequence[Sequence[Layer]],
+    context: int,
+    batch: int,
+    progress: Callable[[int, int], None] | None,
+    repeats: int,
+) -> list[Timing]:
     runs = [_Run(model, of_model, context, batch) for model, of_model in zip(models, layers, strict=True)]
     tokens = batch * context
     seconds: list[list[tuple[float, float]]] = [[] for _ in runs]
@@ -199,7 +219,7 @@ def preallocates(model: Any) -> bool:
 
 class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the attention operator that runs within it, and whether keys or values were written for every query head:
-    a new tensor of as many elements as a layer's would have then.
+    a new tensor of the shape that a layer's would have then.
 
     Not for inference mode: there composite operators come whole, with the kernel that they choose out of sight.
     """
@@ -212,7 +232,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             layer.kv_heads: layer.heads for layer in layers if layer.kv_heads < layer.heads and layer.kind != "none"
         }
         self._operator: str | None = None
-        self._written: set[int] = set()
+        self._written: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -222,23 +242,27 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(result, torch.Tensor):
             given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
             if result.untyped_storage().data_ptr() not in given:
-                self._written.add(result.numel())
+                self._written.add(tuple(result.shape))
         return result
 
-    def _expanded_sizes(self) -> Iterator[int]:
+    def _expanded_shapes(self) -> Iterator[tuple[int, ...]]:
         for layer in self._cache.layers:
             for kept in filter(lambda one: one is not None, (layer.keys, layer.values)):
                 batch, kv_heads, tokens, head_dim = kept.shape
                 if kv_heads in self._fewer:
+                    heads = self._fewer[kv_heads]
                     for read in (tokens, tokens + 1):  # a sliding layer that grows reads one more than it keeps
-                        yield batch * self._fewer[kv_heads] * read * head_dim
+                        yield batch, kv_heads, heads // kv_heads, read, head_dim
+                        for part in ((read, head_dim), (head_dim, read)):
+                            yield batch, heads, *part
+                            yield batch * heads, *part
 
     def kernel(self) -> Kernel:
         name = ": ".join(filter(None, (self._implementation, self._operator)))
         if not self._fewer:
             return Kernel(name, True, "as many K/V heads as query heads: nothing to expand")
         counts = " and ".join(f"{kv} K/V heads" for kv in sorted(self._fewer))
-        if self._written.intersection(self._expanded_sizes()):
+        if self._written.intersection(self._expanded_shapes()):
             return Kernel(
                 name,
                 False,

@@ -62,7 +62,7 @@ class Tasks:
             found = lm_eval.simple_evaluate(
                 model=harness, tasks=self._specs, task_manager=self._manager, log_samples=False
             )
-        except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        except Exception as error:  # tasks fail in as many ways as there are authors
             raise HeadpoolError(f"lm-evaluation-harness failed: {first_line(error)}") from error
         return tuple(_results(found))
 
@@ -79,10 +79,17 @@ def _check(name: str, known: Sequence[str]) -> None:
     raise RequestError(f"no task {name!r} in lm-evaluation-harness, and no such file; {hint}")
 
 
+def _leaves(found: Any, task: str) -> list[str]:
+    """The tasks that a group's figures are made of, or the task itself."""
+    if task in found["n-samples"]:
+        return [task]
+    return [leaf for child in found["group_subtasks"].get(task, ()) for leaf in _leaves(found, child)]
+
+
 def _results(found: Any) -> list[TaskResult]:
     results = []
     for task, metrics in found["results"].items():
-        samples = found["n-samples"][task]["effective"]
+        samples = sum(found["n-samples"][leaf]["effective"] for leaf in _leaves(found, task))
         for key, value in metrics.items():
             metric, comma, filtered = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):

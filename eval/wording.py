@@ -133,9 +133,13 @@ def _summary(report: ReportFile, models: Sequence[Model], original: str) -> str:
     if caches:
         clauses.append(f"the cache is {_span([percent(one) for one in (min(caches), max(caches))])} of the original's")
     perplexities = [one.perplexity_ratio for one in ratios if one.perplexity_ratio is not None]
-    if perplexities:
+    bits = [one.bits_per_byte_ratio for one in ratios if one.bits_per_byte_ratio is not None]
+    if perplexities and len(perplexities) == len(ratios):
         ends = [figure(one) for one in (min(perplexities), max(perplexities))]
         clauses.append(f"perplexity {_span(ends)} times as high")
+    elif bits:  # of models with other tokenizers, perplexities do not compare
+        ends = [figure(one) for one in (min(bits), max(bits))]
+        clauses.append(f"bits per byte {_span(ends)} times as many")
     return ": ".join([clauses[0], ", ".join(clauses[1:])]) + "."
 
 

@@ -141,7 +141,7 @@ def _agree(run: Run, share: Tensor, stop: StopRequest) -> tuple[Losses, int, boo
     total, cross_entropy, divergence, blocks, stops, numbers, saves = run.workers.total(
         torch.cat([share, noted.to(share)])
     ).tolist()
-    number = round(numbers / stops) if stops else 0
+    number = (stop.number or round(numbers / stops)) if stops else 0  # a process that got one itself ends with that
     return Losses(total, cross_entropy, divergence, blocks), number, saves > 0
 
 

@@ -39,13 +39,23 @@ def write_checkpoint(workers: Workers, source: Source, out: Path, provenance: Ma
             shutil.copyfile(source.directory / name, staging / copy)
         shutil.copyfile(source.directory / "config.json", staging / "config.json")
         for file, records in files.items():
-            tensors = {record.name: _value(record, trained) for record in records}
+            tensors = _unshared({record.name: _value(record, trained) for record in records})
             save_file(tensors, staging / file, metadata={"format": "pt"})
             shutil.copymode(staging / "config.json", staging / file)  # safetensors makes it private
         if len(files) > 1:
             (staging / "model.safetensors.index.json").write_bytes(_index(files))
         (staging / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
         _check(staging, source)
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tied tensors that the source holds twice are written twice: safetensors takes no two names of one memory."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        result[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return result
 
 
 def _trained(workers: Workers, source: Source) -> dict[str, Tensor]:
@@ -60,7 +70,9 @@ def _trained(workers: Workers, source: Source) -> dict[str, Tensor]:
     for name, parameter in student.named_parameters(remove_duplicate=False):  # tied ones stand under either name
         if parameter.requires_grad and parameter not in values:
             full = whole(parameter.detach())
-            values[parameter] = round_once(full, dtype).cpu() if workers.accelerator.is_main_process else full[:0]
+            values[parameter] = (
+                round_once(full, dtype).cpu() if workers.accelerator.is_main_process else full.new_empty(0)
+            )
         if parameter.requires_grad:
             parts[name] = values[parameter]
     return _names_on_disk(student, parts, source) if workers.accelerator.is_main_process else {}

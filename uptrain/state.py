@@ -182,11 +182,15 @@ class Shelf:
         partial = self._folder / f".{target.name}.partial"
         values = state.state_dict()
         failure: BaseException | None = None
-        try:
-            if accelerator.is_main_process:
+        if accelerator.is_main_process:
+            try:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-            accelerator.wait_for_everyone()
+            except OSError as error:
+                failure = error
+        if any(state.workers.gather_objects(failure is not None)):  # before the others wait for what would not come
+            self._give_up(partial, target, failure, main=accelerator.is_main_process)
+        try:
             writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
             with _without_warnings():
                 save(values["tensors"], storage_writer=writer, no_dist=state.workers.world == 1)
@@ -212,7 +216,7 @@ class Shelf:
         last = self.last()
         good = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
         reason = _reason(failure) if failure else "another process failed"
-        free = shutil.disk_usage(self._folder).free / 2**30
+        free = shutil.disk_usage(next(one for one in self._folder.parents if one.exists())).free / 2**30
         raise HeadpoolError(
             f"{target} could not be written ({reason}; the disk has {free:.2f} GiB free); {good}, and the same command "
             "goes on from there"

@@ -71,11 +71,11 @@ class Fit:
             figures.layer_error = {"before": healed.errors[0], "heal": healed.best}
         attention = self.converted.attention(module) if whole else module
         figures.block_error["heal"] = self._block_error(attention)
-        kept = {name: one.detach() for name, one in trained.items()}
-        return {
-            name: kept[name] if name in kept else read_tensor(self.plan.source.tensors[name]).float()
-            for name in declared
-        }
+        made = start | {name: one.detach() for name, one in trained.items()}
+        return {name: made[name] if name in made else self._source(name) for name in declared}
+
+    def _source(self, name: str) -> Tensor:
+        return read_tensor(self.plan.source.tensors[name]).float()
 
     def _attention(self, weights: AttentionWeights) -> nn.Module:
         return self.converted.attention_with(self.layer.index, changed(self.plan, self.layer.index, weights))

@@ -8,7 +8,7 @@ from typing import Any
 from headpool.errors import RequestError
 from headpool.text import TextData
 
-CALIBRATION_TOKENS = 131_072
+CALIBRATION_TOKENS = 524_288
 HEAL_STEPS = 400
 
 GROUPS = ("search", "contiguous")
@@ -62,7 +62,7 @@ class Alignment:
         if self.calibration is not None:
             chosen |= {"calibration_tokens": self.tokens, "refit": self.refit}
             chosen |= {"heal": self.heal, "heal_scope": self.heal_scope}
-            chosen |= {"calibration_window": self.window, "heal_learning_rate": self.learning_rate}
+            chosen["heal_learning_rate"] = self.learning_rate
         return chosen
 
 

@@ -6,7 +6,14 @@ from typing import Any
 from headpool import geometry
 from headpool.convert.aligned.grouping import GroupLoss
 from headpool.convert.aligned.options import Alignment, Prediction
-from headpool.convert.aligned.run import batch_of, check_attention, estimate_for, open_stock, read_calibration
+from headpool.convert.aligned.run import (
+    batch_of,
+    check_attention,
+    device_of,
+    estimate_for,
+    open_stock,
+    read_calibration,
+)
 from headpool.convert.aligned.sharing import folds, observe
 from headpool.convert.aligned.walk import Layer, Walk
 from headpool.convert.plan import Plan
@@ -20,6 +27,7 @@ def predict(plan: Plan, alignment: Alignment, seed: int) -> tuple[list[Predictio
     Raises RequestError as `aligned.prepare` does.
     """
     check_attention(plan)
+    device_of(alignment)
     text = read_calibration(plan, alignment, seed)
     assert text is not None
     counts = geometry.options(plan.before)

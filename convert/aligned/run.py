@@ -19,14 +19,16 @@ from headpool import __version__
 from headpool.convert.aligned.calibration import Calibration, calibration
 from headpool.convert.aligned.estimate import Estimate, Task, check_resources, estimate, free_disk, free_memory
 from headpool.convert.aligned.fit import Fit
+from headpool.convert.aligned.moments import rotary_of
 from headpool.convert.aligned.options import Alignment
 from headpool.convert.aligned.sharing import Figures, changed, share_without_text
 from headpool.convert.aligned.stock import Stock
 from headpool.convert.aligned.walk import Walk
 from headpool.convert.aligned.work import Work
+from headpool.convert.layouts import AttentionWeights
 from headpool.convert.plan import Plan
 from headpool.convert.shards import layer_file
-from headpool.errors import RequestError
+from headpool.errors import RequestError, first_line
 
 STEP_TOKENS = 4096
 """Tokens of a healing step."""
@@ -48,8 +50,12 @@ def prepare(plan: Plan, alignment: Alignment, directory: Path, seed: int) -> dic
     for attention that cannot be observed or has no freedom to use, and while another process works there.
     """
     check_attention(plan)
+    device_of(alignment)
     text = read_calibration(plan, alignment, seed)
-    options = {**alignment.options(), **({} if text is None else {"calibration": text.data_sha256})}
+    options = alignment.options()
+    if text is not None:
+        windows, tokens = text.tokens.shape
+        options |= {"calibration": text.data_sha256, "calibration_windows": windows, "calibration_window": tokens}
     run = {
         "source": plan.source.headers_sha256(),
         "files": sorted({(one.path.name, one.path.stat().st_mtime_ns) for one in plan.source.tensors.values()}),
@@ -100,7 +106,7 @@ def read_calibration(plan: Plan, alignment: Alignment, seed: int) -> Calibration
     if alignment.calibration is None:
         return None
     needed = max(plan.before[unit.layer].kv_heads * plan.before[unit.layer].head_dim for unit in plan.units)
-    return calibration(
+    text = calibration(
         plan.source,
         alignment.calibration,
         tokens=alignment.tokens,
@@ -108,10 +114,18 @@ def read_calibration(plan: Plan, alignment: Alignment, seed: int) -> Calibration
         window=alignment.window,
         seed=seed,
     )
+    windows, tokens = text.tokens.shape
+    if windows < 2:
+        raise RequestError(
+            f"{text.data}: {windows} window of {tokens} tokens, and at least 2 are needed, one of them to be held out; "
+            f"take more text or tokens, or a smaller window"
+        )
+    return text
 
 
 def check_attention(plan: Plan) -> None:
     """RequestError for attention that does more than the method knows how to preserve."""
+    rotary_of(AttentionWeights(rotary=plan.layout.rotary))
     for suffix in plan.layout.per_query_head:
         name = plan.layout.tensor(plan.units[0].layer, suffix)
         if name in plan.source.tensors and suffix != "sinks":
@@ -129,6 +143,14 @@ def align(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Wor
     windows_NT: calibration tokens; None takes inputs to be uncorrelated, scaled by the gain of the layer's norm, and
     does without refit and healing. Layers that `work` has already are not done again.
     """
+    todo = {unit.layer for unit in plan.units}
+    if not all(work.path(layer_file(index)).is_file() for index in todo):
+        _fit_layers(plan, alignment, windows_NT, work, seed)
+    kept = [work.load(layer_file(index)) for index in sorted(todo)]
+    return [Figures(**one[1]) for one in kept if one is not None]
+
+
+def _fit_layers(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Work, seed: int) -> None:
     fits = _without_text(plan, alignment) if windows_NT is None else _on_text(plan, alignment, windows_NT, work, seed)
     tokens = 1 if windows_NT is None else windows_NT.numel()
     todo = {unit.layer for unit in plan.units}
@@ -139,8 +161,6 @@ def align(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Wor
             figures.seconds = time.perf_counter() - begin
             work.save(layer_file(index), tensors, asdict(figures))
         alignment.progress((index + 1) * tokens, len(plan.before) * tokens)
-    kept = [work.load(layer_file(index)) for index in sorted(todo)]
-    return [Figures(**one[1]) for one in kept if one is not None]
 
 
 def _without_text(plan: Plan, alignment: Alignment) -> Iterator[tuple[int, Callable[[], Prepared]]]:
@@ -171,7 +191,13 @@ def open_stock(plan: Plan, alignment: Alignment, config_text: str | None = None)
 
 
 def device_of(alignment: Alignment) -> str:
-    return alignment.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    """The device that an alignment asks for. RequestError where it cannot be computed on."""
+    device = alignment.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RequestError(f"device {device!r} cannot be used: {first_line(error)}") from error
+    return device
 
 
 def batch_of(tokens: int) -> int:

@@ -44,7 +44,8 @@ def main() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit would try, and fail, once more
         _fail(error.strerror or str(error), 1)
@@ -117,9 +118,9 @@ def convert(
         str | None, typer.Option(help="For method aligned: text like the training data, a file or a hub data set.")
     ] = None,
     text_column: Annotated[str, typer.Option(help="The column of --calibration that holds the text.")] = "text",
-    calibration_tokens: Annotated[int, typer.Option(min=1, help="How many of its tokens are used.")] = 131_072,
+    calibration_tokens: Annotated[int, typer.Option(min=1, help="How many of its tokens are used.")] = 524_288,
     calibration_window: Annotated[
-        int | None, typer.Option(min=2, help="Tokens per window; default: the model's positions, at most 2048.")
+        int | None, typer.Option(min=8, help="Tokens per window; default: the model's positions, at most 2048.")
     ] = None,
     groups: Annotated[str, typer.Option(help="Heads that share: search or contiguous.")] = "search",
     refit: Annotated[bool, typer.Option(help="Refit the output projection.")] = True,
@@ -139,9 +140,8 @@ def convert(
 
     Example: headpool convert meta-llama/Llama-2-7b-hf llama-2-7b-gqa8 --kv-heads 8
     """
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # conversion has threads of its own; helpers of torch's would only spin
+    if method != "aligned":  # pooling has threads of its own; helpers of torch's would only spin
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     from headpool.convert.aligned.options import Alignment
     from headpool.convert.run import convert_checkpoint
     from headpool.geometry import parse_size
@@ -273,6 +273,9 @@ def uptrain(
     recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of one that comes with headpool.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over, whatever earlier attempts have saved.")] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", hidden=True, help="Drop what a finished training of other settings left.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, estimate memory and time.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -292,7 +295,7 @@ def uptrain(
         else:
             from headpool.uptrain.run import uptrain as run_training
 
-            result = run_training(parsed, fresh=fresh, progress=partial(progress, "uptrain"))
+            result = run_training(parsed, fresh=fresh, replace=replace, progress=partial(progress, "uptrain"))
     if os.environ.get("RANK", "0") == "0":
         _show(result.describe(), result.to_dict(), as_json)
 

@@ -11,10 +11,11 @@ from headpool.recipe import Recipe
 from headpool.uptrain.signals import PROCESSES, StopRequest
 
 
-def launch_uptraining(recipe: Recipe, launch: Mapping[str, str | int | float | bool]) -> None:
+def launch_uptraining(recipe: Recipe, launch: Mapping[str, str | int | float | bool], *, fresh: bool = False) -> None:
     """Run `headpool uptrain` under `accelerate launch` (torchrun for several processes without GPUs: there accelerate
     starts one) and wait for it.
 
+    As in a run without `launch`, the state of a finished training with other settings is replaced; `fresh` drops any.
     A signal goes on to the processes, which save and end. Raises Interrupted then, and HeadpoolError when they fail.
     """
     work = Path(recipe.output) / "work" / "uptrain"
@@ -23,7 +24,8 @@ def launch_uptraining(recipe: Recipe, launch: Mapping[str, str | int | float | b
     written.write_text(recipe.to_yaml(), encoding="utf-8")
     environment = os.environ | ({PROCESSES: str(launch["num_processes"])} if "num_processes" in launch else {})
     with StopRequest() as stop:
-        process = subprocess.Popen([*command(launch, has_gpu=_has_gpu()), str(written)], env=environment)
+        verb = [*command(launch, has_gpu=_has_gpu()), str(written), "--replace", *(["--fresh"] if fresh else [])]
+        process = subprocess.Popen(verb, env=environment)
         code, passed_on = None, False
         while code is None:
             if stop.number and not passed_on:

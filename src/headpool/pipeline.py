@@ -101,7 +101,8 @@ def run_recipe(recipe: Recipe, *, fresh: bool = False) -> RunResult:
     work = root / "work"
     with _locked(work):
         results = [
-            _bring_up_to_date(stage, work / f"{stage.name}.json", fresh=fresh) for stage in _stages(recipe, root)
+            _bring_up_to_date(stage, work / f"{stage.name}.json", fresh=fresh)
+            for stage in _stages(recipe, root, fresh=fresh)
         ]
     report = root / "report" / "report.json" if recipe.eval else None
     return RunResult(str(root), tuple(results), str(report) if report else None)
@@ -139,7 +140,7 @@ def _check_eval(recipe: Recipe, section: EvalSection, source: Source) -> None:
         Tasks(section.tasks)
 
 
-def _stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
+def _stages(recipe: Recipe, root: Path, *, fresh: bool) -> Iterator[Stage]:
     """The stages in order; each knows its inputs when its turn has come, since they may be an earlier one's output."""
     converted, uptrained, report = root / "converted", root / "uptrained", root / "report"
     original = {"model": identity(locate(recipe.model, recipe.revision)), "revision": recipe.revision}
@@ -158,7 +159,7 @@ def _stages(recipe: Recipe, root: Path) -> Iterator[Stage]:
     if recipe.uptrain is not None:
         if recipe.eval is not None and made:
             yield _evaluation("eval before uptraining", recipe, recipe.eval, original, made, root / "work" / "before")
-        yield _training(recipe, recipe.uptrain, original, made, uptrained)
+        yield _training(recipe, recipe.uptrain, original, made, uptrained, fresh=fresh)
         made = [*made, uptrained]
     if recipe.eval is not None:
         record = root / "work" / "uptrain" if recipe.uptrain else None
@@ -180,6 +181,7 @@ def _evaluation(
         "made": [identity(one) for one in made],
         "data": _identity_of_data(section.data),
         "options": section.model_dump(exclude={"data"}),
+        "tasks": [_identity_of_data(task) for task in section.tasks],
     }
     from headpool.eval.models import ModelSpec
 
@@ -188,7 +190,13 @@ def _evaluation(
 
 
 def _training(
-    recipe: Recipe, section: UptrainSection, original: Mapping[str, Any], made: list[Path], out: Path
+    recipe: Recipe,
+    section: UptrainSection,
+    original: Mapping[str, Any],
+    made: list[Path],
+    out: Path,
+    *,
+    fresh: bool,
 ) -> Stage:
     texts = [one.path for one in section.data] + [section.validation]
     inputs = {
@@ -198,7 +206,7 @@ def _training(
         "seed": recipe.seed,
         "options": section.model_dump(mode="json", exclude=FREE),
     }
-    return Stage("uptrain", out, PROVENANCE, inputs, lambda: _uptrain(recipe, section))
+    return Stage("uptrain", out, PROVENANCE, inputs, lambda: _uptrain(recipe, section, fresh=fresh))
 
 
 def _identity_of_data(name: str) -> Any:
@@ -242,16 +250,16 @@ def _convert(recipe: Recipe, out: Path, work: Path) -> None:
         )
 
 
-def _uptrain(recipe: Recipe, section: UptrainSection) -> None:
+def _uptrain(recipe: Recipe, section: UptrainSection, *, fresh: bool) -> None:
     if section.launch is not None:
         from headpool.launch import launch_uptraining
 
-        launch_uptraining(recipe, section.launch)
+        launch_uptraining(recipe, section.launch, fresh=fresh)
         return
     from headpool.uptrain.run import uptrain
 
     with Progress("tokens") as progress:
-        uptrain(recipe, replace=True, progress=partial(progress, "uptrain"))
+        uptrain(recipe, fresh=fresh, replace=True, progress=partial(progress, "uptrain"))
 
 
 def _evaluate(

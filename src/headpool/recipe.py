@@ -41,7 +41,7 @@ class ConvertSection(Section):
     )
     calibration: str | None = Field(None, description="for aligned: text like the training data")
     text_column: str = Field("text", description="the column of `calibration` that holds the text")
-    calibration_tokens: Positive = Field(131_072, description="how many of its tokens are used")
+    calibration_tokens: Positive = Field(524_288, description="how many of its tokens are used")
     calibration_window: Positive | None = Field(None, description="tokens per window; default: the model's positions")
     groups: Literal["search", "contiguous"] = Field("search", description="for aligned: which heads share")
     refit: bool = Field(True, description="for aligned: refit the output projection")

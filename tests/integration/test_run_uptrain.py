@@ -71,6 +71,16 @@ def test_all_the_way_and_again_only_what_changed(recipe: Path, monkeypatch: pyte
     assert training.metrics(recipe, "run")[1]["learning_rate"] == pytest.approx(first)
 
 
+def test_fresh_trains_again(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = load(recipe)
+    run_recipe(given)
+    steps: list[int] = []
+    update = loop._update
+    monkeypatch.setattr(loop, "_update", lambda run, norm: (update(run, norm), steps.append(run.state.step)))
+    run_recipe(given, fresh=True)
+    assert steps == [0, 1, 2, 3]
+
+
 def test_without_a_convert_section_the_model_itself_is_trained(recipe: Path) -> None:
     given = load(recipe, "convert=null", "eval=null", "uptrain.validation=null", "uptrain.eval_every=null")
     result = run_recipe(given)

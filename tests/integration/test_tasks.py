@@ -117,3 +117,16 @@ def test_nats_are_those_of_the_rolling_log_likelihood_over_the_same_windows(wind
     found = score(model, [tokens], [windows], batch)
     assert found.tokens == len(tokens) - 1
     assert found.nats == pytest.approx(-expected, rel=1e-5)
+
+
+def test_a_group_gives_the_figures_of_its_tasks_and_their_mean(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(task).parent
+    group = {"group": "both", "task": ["questions"], "aggregate_metric_list": [{"metric": "acc"}]}
+    (folder / "both.yaml").write_text(yaml.safe_dump(group))
+    manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **_: manager)
+    model = AutoModelForCausalLM.from_pretrained(tiny.QUICKSTART, dtype=torch.float32)
+    found = Tasks(["both"]).run(model, AutoTokenizer.from_pretrained(tiny.QUICKSTART), 2)
+    p = accuracy(tiny.QUICKSTART)
+    assert sorted((one.task, one.samples) for one in found) == [("both", len(QUESTIONS)), ("questions", len(QUESTIONS))]
+    assert all(one.value == pytest.approx(p) for one in found)

@@ -1,6 +1,7 @@
 """Uptraining in one process: against a bare PyTorch loop, and what it leaves behind."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,18 @@ def test_a_bf16_checkpoint_moves_at_a_rate_that_bf16_weights_would_not_notice(tm
     assert torch.equal(weight[large], before[large]), "bf16 weights would have moved, too: the rate is not small enough"
     trained = tiny.tensors(Path(result.output))["model.layers.0.self_attn.q_proj.weight"]
     assert (trained[large] != before[large]).float().mean() > 0.05
+
+
+def test_tied_tensors_that_the_source_holds_twice_are_written_twice(tmp_path: Path) -> None:
+    recipe = training.recipe_file(tmp_path, tokens=512, validation=None, eval_every=None)
+    folder = tmp_path / "tied"
+    shutil.copytree(tmp_path / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    embedding = "model.embed_tokens.weight"
+    tiny.rewrite(folder, {"lm_head.weight": tiny.tensors(folder)[embedding].clone()})
+    uptrain(training.load(recipe, f"model={folder}", "convert=null"))
+    before, after = tiny.tensors(folder), tiny.tensors(tmp_path / "out" / "uptrained")
+    assert before.keys() == after.keys()
+    assert torch.equal(after["lm_head.weight"], after[embedding])
+    assert not torch.equal(after[embedding], before[embedding])

@@ -9,6 +9,7 @@ import tiny
 import torch
 from transformers import DynamicCache
 
+from headpool.errors import HeadpoolError
 from headpool.eval import decode
 from headpool.eval.decode import Timing, decode_steps, preallocates, time_decoding
 from headpool.geometry import Layer
@@ -137,3 +138,20 @@ def test_a_class_that_reads_a_preallocated_cache_wrongly_gets_one_that_grows() -
 
     model.forward = disturbed
     assert not preallocates(model)
+
+
+def test_logits_as_large_as_expanded_heads_are_not_taken_for_them() -> None:
+    """A vocabulary of heads x head_dim x tokens entries: the logits have as many elements as expanded keys would."""
+    context = 20
+    model = tiny.model("llama", num_key_value_heads=4, vocab_size=HEADS * HEAD_DIM * context)
+    model.set_attn_implementation("sdpa")
+    assert timed(model, 4, context=context).kernel.grouped
+
+
+def test_memory_that_is_not_there_is_named_by_context_and_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(decode._Run, "warm_up", full)
+    with pytest.raises(HeadpoolError, match="context 10 with batch size 3: out of memory; take smaller"):
+        time_decoding([tiny.model("llama")], [layers(12)], 10, 3, repeats=1)

@@ -65,6 +65,15 @@ def test_other_tokenizers_are_compared_in_bits_per_byte() -> None:
     assert wording.headline(parsed(report)).endswith("0.5000 bits per byte instead of 0.4000 (+25%).")
 
 
+def test_several_models_of_which_one_has_another_tokenizer_are_compared_in_bits_per_byte() -> None:
+    report = reports.several()
+    models = [one for one in report["models"] if one["comparison"]]
+    for number, one in enumerate(models):
+        one["comparison"]["bits_per_byte_ratio"] = 1.25 + number
+    models[-1]["comparison"]["perplexity_ratio"] = None
+    assert wording.headline(parsed(report)).endswith(f"bits per byte 1.250 to {0.25 + len(models):.3f} times as many.")
+
+
 def test_a_report_of_before_there_was_a_comparison_for_each_model() -> None:
     report = reports.pair()
     for model in report["models"]:
