@@ -13,8 +13,7 @@ from headpool.convert.transfer import BLOCK, PIECE, Buffers, Writer, piece_of
 from headpool.errors import RequestError
 from headpool.headers import FLOAT_DTYPES
 from headpool.rounding import round_once
-
-TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+from headpool.tensors import TORCH
 
 
 def run(task: Unit | Move, job: Job, buffers: Buffers) -> None:

@@ -14,7 +14,7 @@ from headpool.convert.methods import METHODS, Method
 from headpool.convert.transfer import BLOCK
 from headpool.errors import RequestError
 from headpool.geometry import Layer
-from headpool.headers import BITS, FLOAT_DTYPES, FLOATS, TensorRecord
+from headpool.headers import BITS, FLOAT_DTYPES, FLOATS, TensorRecord, weight_files, weights_index
 from headpool.jsonpatch import patch_json
 
 
@@ -96,12 +96,7 @@ class Plan:
         """model.safetensors.index.json of the result, None for a single file."""
         if len(self.shards) == 1:
             return None
-        tensors = [(tensor, shard.file) for shard in self.shards for tensor in shard.tensors]
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in tensors)},
-            "weight_map": {tensor.name: file for tensor, file in sorted(tensors, key=lambda pair: pair[0].name)},
-        }
-        return json.dumps(index, indent=2).encode() + b"\n"
+        return weights_index((one.name, one.nbytes, shard.file) for shard in self.shards for one in shard.tensors)
 
 
 def plan_conversion(
@@ -219,9 +214,7 @@ def _shards(
     groups = [list(records) for records in source.shards.values()]
     if max_shard_size is not None:
         groups = _cut([record for group in groups for record in group], changed, dtype, max_shard_size)
-    for number, records in enumerate(groups, start=1):
-        single = len(groups) == 1
-        file = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+    for file, records in zip(weight_files(len(groups)), groups, strict=True):
         yield _shard(file, records, changed, dtype)
 
 

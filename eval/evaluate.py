@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from headpool.errors import RequestError, first_line
+from headpool.errors import RequestError
 from headpool.eval.cache import CacheReport, cache_report
 from headpool.eval.decode import Timing, time_decoding
 from headpool.eval.models import AUTO, DTYPES, Candidate, ModelSpec, Provenance, loaded, open_candidate
 from headpool.eval.positions import Bucket, by_position
 from headpool.eval.samples import NEW_TOKENS, Sample, continue_greedily, default_prompts
 from headpool.eval.tasks import TaskResult, Tasks
+from headpool.loading import usable_device
 from headpool.score import Score, Window, score, sliding_windows
 from headpool.text import TextData
 
@@ -108,7 +109,7 @@ def evaluate(
     they take turns. Everything is checked before the first weights are read. Raises RequestError for what is
     impossible.
     """
-    device = _device(device)
+    device = usable_device(device)
     dtype = _dtype_choice(dtype, device)
     if batch_size < 1:
         raise RequestError(f"batch size {batch_size}: one window at least is scored at a time")
@@ -131,15 +132,6 @@ def evaluate(
     return Report(
         tuple(replace(one, decode=decode) for one, decode in zip(results, timings, strict=True)), data, settings
     )
-
-
-def _device(name: str | None) -> str:
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.ones(1, device=name).item()  # a device without data ("meta") cannot give it back
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RequestError(f"device {name!r} cannot be used: {first_line(error)}") from error
-    return name
 
 
 def _dtype_choice(name: str | None, device: str) -> str:

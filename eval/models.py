@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headpool import checkpoint, geometry, headers
 from headpool.checkpoint import Source
 from headpool.drawing import UNADAPTED
-from headpool.errors import RequestError, first_line
+from headpool.errors import RequestError
 from headpool.eval.cache import dtype_name
 from headpool.geometry import Layer
+from headpool.loading import load_model, load_tokenizer, position_limit, read_config
 
 DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 
@@ -23,11 +22,6 @@ AUTO = "auto"
 """The checkpoint's own dtype."""
 
 UPTRAINED = "converted and uptrained"
-
-_POSITIONS = ("max_position_embeddings", "max_seq_len")
-"""Config attributes that limit positions; a class with neither has no limit (BLOOM)."""
-
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.spm")
 
 Role = Literal["baseline", "model"]
 
@@ -94,19 +88,16 @@ class Candidate:
 def open_candidate(spec: ModelSpec) -> Candidate:
     """Open a checkpoint with its config and tokenizer. Raises RequestError for what cannot be read."""
     source = checkpoint.open_source(spec.path, spec.revision)
-    try:
-        config = AutoConfig.from_pretrained(source.directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise RequestError(f"{spec.path}: its config cannot be read: {first_line(error)}") from error
+    config = read_config(source)
     text_config = config.get_text_config()
     return Candidate(
         spec=spec,
         source=source,
         layers=geometry.layers(source.config),
-        limit=next((getattr(text_config, name) for name in _POSITIONS if hasattr(text_config, name)), None),
+        limit=position_limit(text_config),
         vocabulary=text_config.vocab_size,
         checkpoint_dtype=_checkpoint_dtype(config, source),
-        tokenizer=_tokenizer(spec, source),
+        tokenizer=load_tokenizer(source),
         provenance=_provenance(source),
     )
 
@@ -114,7 +105,9 @@ def open_candidate(spec: ModelSpec) -> Candidate:
 @contextmanager
 def loaded(candidates: Sequence[Candidate], dtype: str, device: str) -> Iterator[list[Any]]:
     """The models of some candidates, in memory together while the context lasts and no longer."""
-    models = [_load(one, dtype, device) for one in candidates]
+    models = [
+        load_model(one.source, one.checkpoint_dtype if dtype == AUTO else DTYPES[dtype], device) for one in candidates
+    ]
     try:
         yield models
     finally:
@@ -122,16 +115,6 @@ def loaded(candidates: Sequence[Candidate], dtype: str, device: str) -> Iterator
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _tokenizer(spec: ModelSpec, source: Source) -> Any:
-    # Without its files some tokenizer classes come up with an empty vocabulary instead of failing.
-    if not any(any(source.directory.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise RequestError(f"{spec.path}: no tokenizer there (looked for {', '.join(_TOKENIZER_FILES)})")
-    try:
-        return AutoTokenizer.from_pretrained(source.directory, trust_remote_code=False)
-    except Exception as error:  # tokenizers fail in classes of their own, some of them bare Exception
-        raise RequestError(f"{spec.path}: its tokenizer cannot be read: {first_line(error)}") from error
 
 
 def _provenance(source: Source) -> Provenance:
@@ -153,28 +136,3 @@ def _checkpoint_dtype(config: Any, source: Source) -> torch.dtype:
     names = {headers.TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
     found = (names[record.dtype] for record in source.tensors.values() if record.dtype in names)
     return next(found, torch.float32)
-
-
-def _load(candidate: Candidate, dtype: str, device: str) -> Any:
-    """The model in its stock class. A tensor that is missing or of another shape would be filled at
-    random: refused.
-    """
-    transformers.utils.logging.disable_progress_bar()  # `progress` is what is shown
-    path = candidate.spec.path
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            candidate.source.directory,
-            dtype=candidate.checkpoint_dtype if dtype == AUTO else DTYPES[dtype],
-            device_map=device,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{path} cannot be loaded: {first_line(error)}") from error
-    wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
-    if wrong:
-        raise RequestError(
-            f"{path}: {len(wrong)} tensors are missing or of another shape than its config says ({wrong[0]})"
-        )
-    return model

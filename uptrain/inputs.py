@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from headpool import families
+from headpool.loading import load_tokenizer
 from headpool.text import read_texts
-from headpool.uptrain.models import check_same_tokens, load_tokenizer
+from headpool.uptrain.models import check_same_tokens
 from headpool.uptrain.plan import Plan
 from headpool.uptrain.stream import Stream
 from headpool.uptrain.validation import Validation

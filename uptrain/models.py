@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from headpool.checkpoint import Source
-from headpool.errors import RequestError, first_line
+from headpool.errors import RequestError
+from headpool.loading import load_model
 from headpool.sections import UptrainSection
 from headpool.uptrain.objective import Objective, Teacher
 from headpool.uptrain.optimizer import choose_trainable
@@ -21,7 +21,7 @@ def load_objective(plan: Plan, device: torch.device | None) -> Objective:
     Raises RequestError where a checkpoint does not fit its class, or a kernel that was asked for is not installed.
     """
     section = plan.section
-    student = load_model(plan.source, torch.float32, section.attention, device)
+    student = load_model(plan.source, torch.float32, None if device is None else str(device), section.attention)
     choose_trainable(student, plan.family, section.train)
     if section.gradient_checkpointing:
         recompute_activations(student)
@@ -46,30 +46,7 @@ def load_teacher(source: Source, section: UptrainSection, device: torch.device |
     """In its own precision; in float32 on a CPU, where others are slow."""
     on_gpu = torch.cuda.is_available() and (device is None or device.type != "cpu")
     target = device or torch.device("cuda" if on_gpu else "cpu")
-    return load_model(source, "auto" if on_gpu else torch.float32, section.attention, target)
-
-
-def load_model(source: Source, dtype: torch.dtype | str, attention: str, device: torch.device | None) -> Any:
-    """A checkpoint in its stock class, with nothing missing and nothing made up."""
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source.directory,
-            dtype=dtype,
-            attn_implementation=attention,
-            device_map=None if device is None else str(device),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise RequestError(f"{source.model} cannot be loaded: {first_line(error)}") from error
-    wrong = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
-    if wrong:
-        raise RequestError(
-            f"{source.model}: {len(wrong)} tensors are missing or of another shape than its config says ({wrong[0]})"
-        )
-    return model
+    return load_model(source, "auto" if on_gpu else torch.float32, str(target), section.attention)
 
 
 def apply_liger(model: Any) -> None:
@@ -86,14 +63,6 @@ def build_on_meta(config_directory: Path) -> Any:
     config = AutoConfig.from_pretrained(config_directory, trust_remote_code=False)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
-
-
-def load_tokenizer(source: Source) -> Any:
-    """RequestError where there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(source.directory, trust_remote_code=False)
-    except Exception as error:  # tokenizers fail in classes of their own, some of them bare Exception
-        raise RequestError(f"{source.model}: its tokenizer cannot be read: {first_line(error)}") from error
 
 
 def check_same_tokens(student: Any, teacher: Any, teacher_name: str) -> None:

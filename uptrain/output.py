@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,8 +15,9 @@ from headpool.check import Check
 from headpool.checkpoint import PROVENANCE, Source
 from headpool.destination import check_space, staged
 from headpool.errors import HeadpoolError, RequestError
-from headpool.headers import FLOATS, TORCH_DTYPES, TensorRecord
+from headpool.headers import FLOATS, TensorRecord, weight_files, weights_index
 from headpool.rounding import round_once
+from headpool.tensors import TORCH, read_tensor
 from headpool.uptrain.parallel import Workers, whole
 
 
@@ -43,7 +43,8 @@ def write_checkpoint(workers: Workers, source: Source, out: Path, provenance: Ma
             save_file(tensors, staging / file, metadata={"format": "pt"})
             shutil.copymode(staging / "config.json", staging / file)  # safetensors makes it private
         if len(files) > 1:
-            (staging / "model.safetensors.index.json").write_bytes(_index(files))
+            places = ((record.name, record.nbytes, file) for file, records in files.items() for record in records)
+            (staging / "model.safetensors.index.json").write_bytes(weights_index(places))
         (staging / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
         _check(staging, source)
 
@@ -64,7 +65,7 @@ def _trained(workers: Workers, source: Source) -> dict[str, Tensor]:
     """
     student = workers.objective.student
     kinds = {record.dtype for record in source.tensors.values() if record.dtype in FLOATS}
-    dtype = _dtype(kinds.pop()) if len(kinds) == 1 else torch.float32
+    dtype = TORCH[kinds.pop()] if len(kinds) == 1 else torch.float32
     parts: dict[str, Tensor] = {}
     values: dict[Tensor, Tensor] = {}
     for name, parameter in student.named_parameters(remove_duplicate=False):  # tied ones stand under either name
@@ -90,41 +91,18 @@ def _names_on_disk(student: Any, parts: Mapping[str, Tensor], source: Source) ->
 
 def _files(source: Source) -> dict[str, tuple[TensorRecord, ...]]:
     """The source's division into files, under the names that safetensors files have."""
-    count = len(source.shards)
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return dict(zip(["model.safetensors"] if count == 1 else names, source.shards.values(), strict=True))
+    return dict(zip(weight_files(len(source.shards)), source.shards.values(), strict=True))
 
 
 def _value(record: TensorRecord, trained: Mapping[str, Tensor]) -> Tensor:
     if record.name not in trained:
-        return _read(record)
-    tensor = round_once(trained[record.name], _dtype(record.dtype))
+        return read_tensor(record)
+    tensor = round_once(trained[record.name], TORCH[record.dtype])
     if tuple(tensor.shape) != record.shape:
         raise HeadpoolError(f"tensor {record.name!r} came out as {list(tensor.shape)} instead of {list(record.shape)}")
     if not bool(tensor.isfinite().all()):
         raise HeadpoolError(f"tensor {record.name!r} has values that are not finite in {record.dtype}")
     return tensor.contiguous()
-
-
-def _read(record: TensorRecord) -> Tensor:
-    """A tensor as it is on the disk."""
-    raw = np.fromfile(record.path, dtype=np.uint8, count=record.nbytes, offset=record.offset)
-    return torch.from_numpy(raw).view(_dtype(record.dtype)).view(record.shape)
-
-
-def _dtype(name: str) -> torch.dtype:
-    """Of PyTorch, from safetensors' word."""
-    found: torch.dtype = getattr(torch, next(ours for ours, theirs in TORCH_DTYPES.items() if theirs == name))
-    return found
-
-
-def _index(files: Mapping[str, tuple[TensorRecord, ...]]) -> bytes:
-    tensors = {record.name: (record, file) for file, records in files.items() for record in records}
-    index = {
-        "metadata": {"total_size": sum(record.nbytes for record, _ in tensors.values())},
-        "weight_map": {name: tensors[name][1] for name in sorted(tensors)},
-    }
-    return json.dumps(index, indent=2).encode() + b"\n"
 
 
 def _check(staging: Path, source: Source) -> None:

@@ -1,11 +1,10 @@
 """`headpool uptrain`: from a recipe to a trained checkpoint."""
 
-import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +15,7 @@ from accelerate import Accelerator
 
 from headpool import __version__
 from headpool.checkpoint import PROVENANCE, open_source
+from headpool.destination import locked
 from headpool.errors import HeadpoolError, RequestError
 from headpool.recipe import Recipe
 from headpool.uptrain import models
@@ -94,7 +94,7 @@ def uptrain(
         raise RequestError(f"{plan.output} exists and was not made by uptraining; remove it or choose another output")
     with ExitStack() as stack:
         if accelerator.is_main_process:
-            stack.enter_context(_locked(plan.work))
+            stack.enter_context(locked(plan.work, f"another process is training in {plan.work}"))
         settings = plan.settings()
         shelf = Shelf(plan.work / "state", keep=section.keep, settings=settings)
         if accelerator.is_main_process:
@@ -231,21 +231,3 @@ def _versions() -> dict[str, str]:
 def _made_by_training(out: Path) -> bool:
     note = out / PROVENANCE
     return note.is_file() and "uptrain" in json.loads(note.read_text(encoding="utf-8"))
-
-
-@contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    """One training per output directory; the lock dies with its process."""
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise RequestError(f"{work} cannot be written ({error.strerror})") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RequestError(f"another process is training in {work}") from None
-    else:
-        yield
-    finally:
-        os.close(lock)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from headpool.destination import sync
 from headpool.errors import HeadpoolError, RequestError, first_line
 from headpool.uptrain.parallel import Workers
 from headpool.uptrain.stream import merge_states
@@ -198,7 +199,7 @@ class Shelf:
                 _write_facts(partial, {"settings": self._settings, "state": values["facts"]})
                 shutil.rmtree(target, ignore_errors=True)
                 partial.rename(target)
-                _sync(self._folder)
+                sync(self._folder)
         except (
             Exception,
             CheckpointException,
@@ -267,15 +268,7 @@ def _write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
         json.dump(facts, file)
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder)
 
 
 @dataclass

@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
 
 from headpool.checkpoint import Source
-from headpool.errors import RequestError, first_line
+from headpool.errors import RequestError
+from headpool.loading import load_tokenizer, position_limit, read_config
 from headpool.text import TextData
 
 DEFAULT_WINDOW = 2048
 """Tokens of a window where the model has positions for so many."""
 
-_POSITIONS = ("max_position_embeddings", "max_seq_len")
 _RUN_CHARACTERS = 16
 """A run holds so many characters for each token of a window, so that it fills a few."""
 
@@ -45,12 +44,13 @@ def calibration(
     tokens there must be at least. Raises RequestError where the text, or `tokens`, is too short for that, for a
     tokenizer that cannot be read or is another model's, and for a window beyond the model's positions.
     """
-    positions, vocabulary = _limits(source)
+    config = read_config(source).get_text_config()
+    positions, vocabulary = position_limit(config) or 1 << 62, config.vocab_size
     window = min(positions, DEFAULT_WINDOW) if window is None else window
     if not 1 < window <= positions:
         raise RequestError(f"calibration windows of {window} tokens; {source.model} has {positions} positions")
     count = -(-tokens // window)
-    tokens_NT = pack(open_tokenizer(source), data.texts, count=count, window=window, seed=seed)
+    tokens_NT = pack(load_tokenizer(source), data.texts, count=count, window=window, seed=seed)
     if tokens_NT.numel() < needed:
         held = f"the {tokens} tokens asked for are" if len(tokens_NT) == count else f"{data.name} is"
         raise RequestError(
@@ -64,29 +64,6 @@ def calibration(
         )
     digest = hashlib.sha256(tokens_NT.numpy().tobytes()).hexdigest()
     return Calibration(tokens_NT, digest, data.name, data.sha256)
-
-
-def open_tokenizer(source: Source) -> Any:
-    """The tokenizer that lies beside the weights. RequestError where there is none that can be read."""
-    # Without its files some tokenizer classes come up with an empty vocabulary instead of failing.
-    if not any(path.name.startswith(("tokenizer", "vocab")) or path.suffix in _SUFFIXES for path in source.sidecars()):
-        raise RequestError(f"{source.model}: no tokenizer there")
-    try:
-        return AutoTokenizer.from_pretrained(source.directory, trust_remote_code=False)
-    except Exception as error:  # tokenizers fail in classes of their own, some of them bare Exception
-        raise RequestError(f"{source.model}: its tokenizer cannot be read: {first_line(error)}") from error
-
-
-_SUFFIXES = (".model", ".tiktoken", ".spm")
-
-
-def _limits(source: Source) -> tuple[int, int]:
-    """The model's positions (a very large number where nothing limits them) and its vocabulary."""
-    try:
-        config = AutoConfig.from_pretrained(source.directory, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise RequestError(f"{source.model}: its config cannot be read: {first_line(error)}") from error
-    return next((getattr(config, name) for name in _POSITIONS if hasattr(config, name)), 1 << 62), config.vocab_size
 
 
 def pack(tokenizer: Any, texts: Sequence[str], *, count: int, window: int, seed: int) -> Tensor:

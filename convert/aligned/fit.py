@@ -9,10 +9,11 @@ from headpool.convert.aligned.options import Alignment
 from headpool.convert.aligned.refit import refit_output
 from headpool.convert.aligned.replay import Examples, normal_equations, relative_error
 from headpool.convert.aligned.sharing import Figures, changed, share_on_text
-from headpool.convert.aligned.stock import Stock, read_tensor
+from headpool.convert.aligned.stock import Stock
 from headpool.convert.aligned.walk import Layer
 from headpool.convert.layouts import AttentionWeights
 from headpool.convert.plan import Plan
+from headpool.tensors import read_tensor
 
 RIDGE = 1e-4
 """Lambda of the refit relative to the mean square of the head outputs."""

@@ -9,7 +9,6 @@ from headpool.convert.aligned.options import Alignment, Prediction
 from headpool.convert.aligned.run import (
     batch_of,
     check_attention,
-    device_of,
     estimate_for,
     open_stock,
     read_calibration,
@@ -18,6 +17,7 @@ from headpool.convert.aligned.sharing import folds, observe
 from headpool.convert.aligned.walk import Layer, Walk
 from headpool.convert.plan import Plan
 from headpool.headers import BITS
+from headpool.loading import usable_device
 
 
 def predict(plan: Plan, alignment: Alignment, seed: int) -> tuple[list[Prediction], dict[str, Any]]:
@@ -27,7 +27,7 @@ def predict(plan: Plan, alignment: Alignment, seed: int) -> tuple[list[Predictio
     Raises RequestError as `aligned.prepare` does.
     """
     check_attention(plan)
-    device_of(alignment)
+    usable_device(alignment.device)
     text = read_calibration(plan, alignment, seed)
     assert text is not None
     counts = geometry.options(plan.before)

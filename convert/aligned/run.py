@@ -28,7 +28,8 @@ from headpool.convert.aligned.work import Work
 from headpool.convert.layouts import AttentionWeights
 from headpool.convert.plan import Plan
 from headpool.convert.shards import layer_file
-from headpool.errors import RequestError, first_line
+from headpool.errors import RequestError
+from headpool.loading import usable_device
 
 STEP_TOKENS = 4096
 """Tokens of a healing step."""
@@ -50,7 +51,7 @@ def prepare(plan: Plan, alignment: Alignment, directory: Path, seed: int) -> dic
     for attention that cannot be observed or has no freedom to use, and while another process works there.
     """
     check_attention(plan)
-    device_of(alignment)
+    usable_device(alignment.device)
     text = read_calibration(plan, alignment, seed)
     options = alignment.options()
     if text is not None:
@@ -68,7 +69,7 @@ def prepare(plan: Plan, alignment: Alignment, directory: Path, seed: int) -> dic
     if text is not None:
         check_resources(
             estimate_for(plan, alignment, text.tokens.shape),
-            memory=free_memory(device_of(alignment)),
+            memory=free_memory(usable_device(alignment.device)),
             disk=free_disk(directory),
             work=directory,
         )
@@ -187,17 +188,9 @@ def _on_text(
 
 def open_stock(plan: Plan, alignment: Alignment, config_text: str | None = None) -> Stock:
     """The source's stock class in float32, on the device that an alignment asks for."""
-    return Stock(plan.source, plan.layout, device=device_of(alignment), dtype=torch.float32, config_text=config_text)
-
-
-def device_of(alignment: Alignment) -> str:
-    """The device that an alignment asks for. RequestError where it cannot be computed on."""
-    device = alignment.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.ones(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RequestError(f"device {device!r} cannot be used: {first_line(error)}") from error
-    return device
+    return Stock(
+        plan.source, plan.layout, device=usable_device(alignment.device), dtype=torch.float32, config_text=config_text
+    )
 
 
 def batch_of(tokens: int) -> int:

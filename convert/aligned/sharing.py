@@ -9,11 +9,12 @@ from headpool.convert.aligned.grouping import GroupLoss, permute
 from headpool.convert.aligned.keys import share_keys
 from headpool.convert.aligned.moments import Moments, data_free
 from headpool.convert.aligned.observe import GroupObserver, HeadSizes, MomentsObserver, observing
-from headpool.convert.aligned.stock import Stock, read_tensor
+from headpool.convert.aligned.stock import Stock
 from headpool.convert.aligned.values import share_values
 from headpool.convert.aligned.walk import Layer
 from headpool.convert.layouts import PARTS, AttentionWeights
 from headpool.convert.plan import Plan
+from headpool.tensors import read_tensor
 
 EVERY = 4
 """One query in so many is looked at when moments are gathered."""

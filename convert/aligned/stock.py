@@ -6,7 +6,6 @@ own tensors, in the file's dtype and in the one computed in.
 """
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,9 +19,8 @@ from transformers import AutoConfig, AutoModel
 from headpool.checkpoint import Source
 from headpool.convert.layouts import AttentionWeights, Separate
 from headpool.errors import RequestError, first_line
-from headpool.headers import TORCH_DTYPES, TensorRecord
-
-_DTYPES = {held: getattr(torch, name) for name, held in TORCH_DTYPES.items() if hasattr(torch, name)}
+from headpool.headers import TensorRecord
+from headpool.tensors import read_tensor
 
 
 class Stock:
@@ -137,26 +135,6 @@ class Stock:
         model.requires_grad_(False)
         result: nn.Module = model.eval()
         return result
-
-
-def read_tensor(record: TensorRecord) -> Tensor:
-    """A tensor of a checkpoint in memory of its own, in the file's dtype.
-
-    Raises RequestError when the file has become too short for that.
-    """
-    data = bytearray(record.nbytes)
-    view = memoryview(data)
-    with record.path.open("rb", buffering=0) as stream:
-        stream.seek(record.offset)
-        while view:
-            count = stream.readinto(view)
-            if not count:
-                raise RequestError(f"{record.path.name} became shorter while it was read")
-            view = view[count:]
-        if hasattr(os, "posix_fadvise"):  # a large model's weights would push everything else out of the page cache
-            os.posix_fadvise(stream.fileno(), record.offset, record.nbytes, os.POSIX_FADV_DONTNEED)
-    dtype = _DTYPES[record.dtype]
-    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).view(record.shape)
 
 
 @contextlib.contextmanager

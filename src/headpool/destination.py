@@ -119,7 +119,7 @@ def _publish(staging: Path, target: Path, replaced: Path, *, overwrite: bool) ->
         if replaced.exists() and not target.exists():
             replaced.rename(target)
         raise
-    _sync(target.parent)
+    sync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -129,15 +129,37 @@ def _nearest_existing(path: Path) -> Path:
 
 def _sync_tree(root: Path) -> None:
     for path in [*root.rglob("*"), root]:
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have what a file or directory holds on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, busy: str) -> Iterator[None]:
+    """Hold a folder, made where it is not there, as the only process; the lock dies with it.
+
+    Raises RequestError: `busy`, while another process holds it, and where it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be written ({error.strerror})") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RequestError(busy) from None
+    else:
+        yield
+    finally:
+        os.close(lock)
 
 
 _REFUSALS = (

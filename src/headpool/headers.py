@@ -9,6 +9,7 @@ import json
 import math
 import os
 import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,3 +231,20 @@ def _check_archive(path: Path) -> None:
         raise RequestError(
             f"{path.name}: truncated, or not in torch.save's zip format ({error}); save the model as safetensors first"
         ) from error
+
+
+def weight_files(count: int) -> list[str]:
+    """What `count` files of weights are called."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def weights_index(places: Iterable[tuple[str, int, str]]) -> bytes:
+    """model.safetensors.index.json of tensors, each with its bytes and the file that holds it."""
+    tensors = sorted(places)
+    index = {
+        "metadata": {"total_size": sum(nbytes for _, nbytes, _ in tensors)},
+        "weight_map": {name: file for name, _, file in tensors},
+    }
+    return json.dumps(index, indent=2).encode() + b"\n"

@@ -1,13 +1,10 @@
 """The stages of `headpool run`, each skipped when its output is there and was made from the same inputs and options."""
 
-import fcntl
 import glob
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headpool import __version__, families
 from headpool.checkpoint import PROVENANCE, Source, locate, open_source
-from headpool.destination import check_destination, staged
+from headpool.destination import check_destination, locked, staged
 from headpool.errors import RequestError
 from headpool.geometry import parse_size
 from headpool.progress import Progress
@@ -99,7 +96,7 @@ def run_recipe(recipe: Recipe, *, fresh: bool = False) -> RunResult:
     _check(recipe)
     root = Path(recipe.output)
     work = root / "work"
-    with _locked(work):
+    with locked(work, f"another run is writing {root}"):
         results = [
             _bring_up_to_date(stage, work / f"{stage.name}.json", fresh=fresh)
             for stage in _stages(recipe, root, fresh=fresh)
@@ -320,21 +317,3 @@ def identity(path: Path) -> list[list[str | int]]:
     """What identifies a file, or the files right inside a directory, without reading them: names, sizes, times."""
     files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-
-
-@contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    """One run per output directory; the lock dies with the process."""
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        lock = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise RequestError(f"{work} cannot be written ({error.strerror})") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RequestError(f"another run is writing {work.parent}") from None
-    else:
-        yield
-    finally:
-        os.close(lock)
