@@ -15,77 +15,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from headpool import checkpoint
 from headpool.checkpoint import Source
-from headpool.convert.aligned.estimate import Task, estimate
-from headpool.convert.aligned.grouping import GroupLoss, best_partition, permute
-from headpool.convert.aligned.heal import Schedule, heal
-from headpool.convert.aligned.keys import share_keys
-from headpool.convert.aligned.observe import MomentsObserver, observing
-from headpool.convert.aligned.refit import refit_output
-from headpool.convert.aligned.replay import Examples, normal_equations
-from headpool.convert.aligned.stock import Stock
-from headpool.convert.aligned.values import share_values
-from headpool.convert.aligned.walk import Layer, Walk
+from headpool.convert.aligned.estimate import Estimate
+from headpool.convert.aligned.options import Alignment
+from headpool.convert.aligned.run import align, estimate_for
 from headpool.convert.aligned.work import Work
-from headpool.convert.layouts import AttentionWeights
-from headpool.convert.plan import Plan, plan_conversion
+from headpool.convert.plan import plan_conversion
+from headpool.text import TextData
 
 MODEL = Path(__file__).resolve().parent.parent / "recipes" / "quickstart" / "model"
-EVERY = 4
-"""One query in so many is looked at."""
+TEXT = TextData([], "", "random tokens")
 
 
-class Run:
-    """The steps of aligned conversion on a checkpoint, layer by layer; nothing is written."""
-
-    def __init__(self, source: Source, tokens: torch.Tensor, kv_heads: int, batch: int, work: Work | None) -> None:
-        self.plan: Plan = plan_conversion(source, kv_heads=kv_heads)
-        self.stock = Stock(source, self.plan.layout, device="cpu", dtype=torch.float32)
-        self.converted = Stock(
-            source, self.plan.layout, device="cpu", dtype=torch.float32, config_text=self.plan.config_text
-        )
-        self.walk = Walk(self.stock, tokens, batch=batch, work=work)
-
-    def layers(self, *, refit: bool, heal_steps: int) -> Iterator[AttentionWeights]:
-        for layer in self.walk:
-            weights = self.closed_form(layer)
-            if refit:
-                attention = self.attention(layer, weights)
-                normal = normal_equations(attention, self.plan.layout.projections["o"], Examples(layer))
-                weights = refit_output(weights, normal, 1e-4)
-            if heal_steps:
-                held_out = Examples(layer, slice(0, self.walk.batch))
-                heal(self.attention(layer, weights), Examples(layer), held_out, Schedule(heal_steps, 1e-3))
-            yield weights
-
-    def all(self, *, refit: bool = False, heal_steps: int = 0) -> None:
-        for _ in self.layers(refit=refit, heal_steps=heal_steps):
-            pass
-
-    def closed_form(self, layer: Layer) -> AttentionWeights:
-        layout, kv_heads = self.plan.layout, self.plan.kv_heads
-        assert layout.rotary is not None
-        observer = MomentsObserver(layout.rotary)
-        with observing(layer.attention, observer, every=EVERY):
-            layer.advance(record=True)
-        moments = observer.moments()
-        weights = self.stock.weights(layer.index)
-        loss = GroupLoss(weights, moments)
-        partition = best_partition(loss, len(moments.keys[0]), kv_heads, search=True)
-        order = [head for group in partition for head in group]
-        weights, moments = permute(weights, order), moments.permuted(order)
-        weights = share_keys(weights, kv_heads, moments)
-        return share_values(weights, kv_heads, moments.value_groups(kv_heads), moments.value_means, fold_mean=False)
-
-    def attention(self, layer: Layer, weights: AttentionWeights) -> torch.nn.Module:
-        return self.converted.attention_with(layer.index, self.plan.layout.write(weights, layer.index))
+def aligned(source: Source, ids: torch.Tensor, kv_heads: int, work: Work, **steps: Any) -> Estimate:
+    """Align a checkpoint on windows of tokens, and give what it was estimated to take."""
+    alignment = Alignment(calibration=TEXT, device="cpu", **steps)
+    plan = plan_conversion(source, kv_heads=kv_heads, method="aligned", whole_layers=alignment.whole_layers)
+    estimated = estimate_for(plan, alignment, ids.shape)
+    align(plan, alignment, ids, work)
+    return estimated
 
 
 def seconds(work: Callable[[], None]) -> float:
@@ -105,11 +61,15 @@ def measure_time(directory: Path, tokens: int, window: int, kv_heads: int) -> No
         for begin in range(0, len(ids), batch):
             model(ids[begin : begin + batch], use_cache=False)
 
+    def timed(**steps: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder, Work(Path(folder), {}) as work:
+            aligned(source, ids, kv_heads, work, heal=0, **steps)
+
     def closed_form() -> None:
-        Run(source, ids, kv_heads, batch, None).all()
+        timed(refit=False)
 
     def refitted() -> None:
-        Run(source, ids, kv_heads, batch, None).all(refit=True)
+        timed()
 
     runs = {"forward pass": forward, "steps 1 to 3": closed_form, "steps 1 to 3 and the refit": refitted}
     taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -125,13 +85,9 @@ def measure_time(directory: Path, tokens: int, window: int, kv_heads: int) -> No
 def measure_memory(folder: Path, tokens: int, window: int) -> None:
     """One conversion, to be run in a process of its own: prints one JSON object."""
     source = checkpoint.open_source(str(folder))
-    windows, batch, heal_steps = tokens // window, 2, 2
-    ids = torch.randint(0, 1000, (windows, window), generator=torch.Generator().manual_seed(0))
-    plan = plan_conversion(source, kv_heads=4)
-    task = Task(windows, window, batch, heal_steps=heal_steps, heal_batch=batch)
-    estimated = estimate(source, plan.layout, task)
+    ids = torch.randint(0, 1000, (tokens // window, window), generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory() as directory, Work(Path(directory), {}) as work:
-        Run(source, ids, 4, batch, work).all(refit=True, heal_steps=heal_steps)
+        estimated = aligned(source, ids, 4, work, heal=2)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     print(json.dumps({"peak": int(status["VmHWM"].split()[0]) * 1024, **estimated.to_dict()}))
 

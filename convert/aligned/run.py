@@ -81,7 +81,7 @@ def prepare(plan: Plan, alignment: Alignment, directory: Path, seed: int) -> dic
 def estimate_for(plan: Plan, alignment: Alignment, shape: Sequence[int]) -> Estimate:
     """What aligning on calibration windows of `shape` [N, T] will take."""
     windows, tokens = shape
-    batch = batch_of(tokens)
+    batch = min(batch_of(tokens), windows)
     task = Task(
         windows,
         tokens,
@@ -145,10 +145,10 @@ def align(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Wor
     does without refit and healing. Layers that `work` has already are not done again.
     """
     todo = {unit.layer for unit in plan.units}
-    if not all(work.path(layer_file(index)).is_file() for index in todo):
+    if any(work.facts(layer_file(index)) is None for index in todo):
         _fit_layers(plan, alignment, windows_NT, work, seed)
-    kept = [work.load(layer_file(index)) for index in sorted(todo)]
-    return [Figures(**one[1]) for one in kept if one is not None]
+    kept = [work.facts(layer_file(index)) for index in sorted(todo)]
+    return [Figures(**facts) for facts in kept if facts is not None]
 
 
 def _fit_layers(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Work, seed: int) -> None:
@@ -156,7 +156,7 @@ def _fit_layers(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, wor
     tokens = 1 if windows_NT is None else windows_NT.numel()
     todo = {unit.layer for unit in plan.units}
     for index, fit in fits:
-        if index in todo and work.load(layer_file(index)) is None:
+        if index in todo and work.facts(layer_file(index)) is None:
             begin = time.perf_counter()
             tensors, figures = fit()
             figures.seconds = time.perf_counter() - begin

@@ -274,14 +274,14 @@ class Walk:
 
     def _resume(self) -> int:
         """The layer whose hidden states a killed walk left, 0 where there are none."""
-        kept = self._work.load("walk") if self._work else None
+        kept = self._work.facts("walk") if self._work else None
         if self._work is None or kept is None:
             return 0
         found = [index for index in range(self.count) if self._work.path(_name(index)).is_file()]
         if not found:
             return 0
         first = max(found)
-        self._tuples = kept[1]["tuples"]
+        self._tuples = kept["tuples"]
         self._hidden[first] = Rows(self._shape(), self._dtype, self._work.path(_name(first)), new=False)
         return first
 

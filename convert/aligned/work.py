@@ -75,13 +75,21 @@ class Work:
         with self.replacing(name) as path:
             save_file(held, path, metadata={"facts": json.dumps(facts)})
 
-    def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """What was kept under `name`; None where nothing was."""
+    def facts(self, name: str) -> dict[str, Any] | None:
+        """The facts that were kept under `name`, without its tensors; None where nothing was."""
         if not self.path(name).is_file():
             return None
         with safe_open(self.path(name), framework="pt") as file:
-            tensors: dict[str, Tensor] = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-            return tensors, json.loads(file.metadata()["facts"])
+            facts: dict[str, Any] = json.loads(file.metadata()["facts"])
+            return facts
+
+    def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What was kept under `name`; None where nothing was."""
+        facts = self.facts(name)
+        if facts is None:
+            return None
+        with safe_open(self.path(name), framework="pt") as file:
+            return {key: file.get_tensor(key).clone() for key in file.keys()}, facts  # noqa: SIM118
 
     def _read_run(self) -> str | None:
         try:
