@@ -12,25 +12,30 @@ Ainslie et al. 2023 compare the methods in figure 4 and budgets in figure 5.
 import argparse
 import hashlib
 import json
-import statistics
+import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from study_page import write
 
-from headpool.drawing import save_png
-from headpool.plots import quality_against_budget
+from headpool.convert.aligned.options import Alignment
+from headpool.convert.run import convert_checkpoint
+from headpool.eval.evaluate import ModelSpec, evaluate
+from headpool.text import read_documents, read_texts
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "recipes" / "quickstart"
+WINDOW = 256
 ALPHAS = (0.0, 0.01, 0.02, 0.05, 0.1)
 SEEDS = (0, 1, 2)
 PAPER = 0.05
 """The share of pretraining that the paper settles on; three seeds here, one elsewhere."""
+TENTH = PAPER / 10
+"""By then aligned should be where mean is after the paper's share."""
 
 
 @dataclass(frozen=True)
@@ -42,135 +47,111 @@ class Case:
     alpha: float = PAPER
     distill: bool = False
     seed: int = 0
+    rate: float = 1e-3
+
+    @property
+    def start(self) -> str:
+        """What is trained; conversions that the seed does not change are shared."""
+        if self.kv_heads is None:
+            return "original"
+        return f"g{self.kv_heads}-{self.method}{f'-seed{self.seed}' if self.method == 'random' else ''}"
 
     @property
     def name(self) -> str:
         start = "original" if self.kv_heads is None else f"g{self.kv_heads}-{self.method}"
-        return f"{start}-alpha{self.alpha:g}{'-distill' if self.distill else ''}-seed{self.seed}"
+        rate = "" if self.rate == Case.rate else f"-rate{self.rate:g}"
+        return f"{start}-alpha{self.alpha:g}{'-distill' if self.distill else ''}{rate}-seed{self.seed}"
 
 
 def cases() -> list[Case]:
-    """The most telling ones first."""
-    found = [Case(g, method, seed=seed) for seed in SEEDS for g in (2, 1) for method in ("mean", "first", "random")]
+    """The most telling ones first, the longest last."""
+    found = [Case(None, alpha=0), *(Case(g, alpha=0) for g in (4, 2, 1))]
+    found += [Case(g, method, 0) for g in (2, 1) for method in ("first", "random")]
+    found += [Case(g, method) for g in (2, 1) for method in ("mean", "first", "random")]
+    found += [Case(None), Case(4), *(Case(g, distill=True) for g in (4, 2, 1))]
+    found += [Case(g, seed=seed) for seed in SEEDS for g in (2, 1)]
+    for alpha in (0.01, 0.02):
+        found += [Case(g, alpha=alpha, distill=distill) for g in (4, 2, 1) for distill in (False, True)]
+        found.append(Case(None, alpha=alpha))
+    found += [
+        Case(g, "aligned", alpha, distill=alpha > 0) for alpha in (0, TENTH, PAPER, 0.01, 0.02) for g in (2, 1, 4)
+    ]
+    found += [Case(g, method, seed=seed) for seed in SEEDS for g in (2, 1) for method in ("first", "random")]
     found += [Case(None, seed=seed) for seed in SEEDS] + [Case(4, seed=seed) for seed in SEEDS]
     found += [Case(g, distill=True, seed=seed) for seed in SEEDS for g in (4, 2, 1)]
-    found += [Case(g, method, alpha=0) for g in (2, 1) for method in ("first", "random")]
-    for alpha in ALPHAS:
-        found += [Case(g, alpha=alpha) for g in (4, 2, 1)]
-        found += [Case(g, alpha=alpha, distill=True) for g in (4, 2, 1) if alpha]
-        found.append(Case(None, alpha=alpha))
+    found += [Case(g, "aligned") for g in (2, 1, 4)]
+    longest = ALPHAS[-1]
+    found += [Case(g, alpha=longest, distill=distill) for g in (2, 1, 4) for distill in (False, True)]
+    found += [Case(None, alpha=longest), *(Case(g, "aligned", longest, distill=True) for g in (2, 1, 4))]
     return list(dict.fromkeys(found))
 
 
-def recipe(case: Case, data: list[str], scale: float) -> dict[str, Any]:
-    section = {
-        "data": data, "alpha": case.alpha * scale, "pretraining_tokens": 16_000_000, "sequence_length": 256,
-        "batch_tokens": 4096, "micro_batch": 16, "learning_rate": 1e-3 if case.kv_heads else 5e-4,
+def settings(case: Case, scale: float) -> dict[str, Any]:
+    """The uptrain section of a case, but for its paths."""
+    section: dict[str, Any] = {
+        "alpha": case.alpha * scale, "pretraining_tokens": 16_000_000, "sequence_length": WINDOW,
+        "batch_tokens": 4096, "micro_batch": 16, "learning_rate": case.rate,
         "schedule": {"shape": "wsd", "warmup": 0.05, "decay": 1.0, "final": 0.05}, "save_every": "1min",
     }  # fmt: skip
+    return section | ({"distill": {"weight": 0.5}} if case.distill else {})
+
+
+def converted(case: Case, work: Path) -> Path:
+    """The checkpoint that a case starts from, made unless it is there."""
+    if case.kv_heads is None:
+        return QUICKSTART / "model"
+    out = work / "converted" / case.start
+    if not out.is_dir():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        alignment = Alignment(calibration=read_documents(QUICKSTART / "train.txt"), window=WINDOW)
+        convert_checkpoint(
+            str(QUICKSTART / "model"), out, kv_heads=case.kv_heads, method=case.method, seed=case.seed,
+            alignment=alignment if case.method == "aligned" else None,
+        )  # fmt: skip
+    return out
+
+
+def uptrained(case: Case, data: list[str], scale: float, work: Path) -> Path:
+    """The trained checkpoint; a training that was stopped goes on."""
+    folder = (work / case.name).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    section = settings(case, scale) | {"data": [str(Path(one).resolve()) for one in data]}
     if case.distill:
-        section["distill"] = {"weight": 0.5}
-    made: dict[str, Any] = {"model": str(QUICKSTART / "model"), "seed": case.seed}
-    if case.kv_heads:
-        made["convert"] = {"kv_heads": case.kv_heads, "method": case.method}
-    return made | ({"uptrain": section} if case.alpha else {})
+        section["teacher"] = str(QUICKSTART / "model")
+    recipe = {"model": str(converted(case, work).resolve()), "seed": case.seed, "uptrain": section}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"output": str(folder)}))
+    command = [sys.executable, "-m", "headpool", "uptrain", str(folder / "recipe.yaml")]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return folder / "uptrained"
 
 
 def measure(case: Case, data: list[str], scale: float, work: Path) -> dict[str, Any]:
     """Convert, train, evaluate; each of them goes on where it was."""
-    folder = work / case.name
-    folder.mkdir(parents=True, exist_ok=True)
-    given = recipe(case, data, scale)
-    model = QUICKSTART / "model"
-    if "convert" in given or "uptrain" in given:
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(given))
-        _headpool("run", str(folder / "recipe.yaml"), f"output={folder / 'out'}")
-        model = folder / "out" / ("uptrained" if "uptrain" in given else "converted")
-    report = folder / "report"
-    _headpool("eval", str(model), "--data", str(QUICKSTART / "test.txt"), "--window", "256", "--out", str(report))
-    measured = json.loads((report / "report.json").read_text())["models"][0]
-    return {"case": asdict(case), "perplexity": measured["perplexity"], "tokens": measured["tokens"]}
-
-
-def _headpool(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "headpool", *arguments], check=True, stdout=subprocess.DEVNULL)
+    model = uptrained(case, data, scale, work) if case.alpha else converted(case, work)
+    report = evaluate(
+        [ModelSpec("model", str(model))], read_texts(QUICKSTART / "test.txt"), window=WINDOW, prompts=[]
+    )  # fmt: skip
+    score = report.models[0].score
+    return {"case": asdict(case), "perplexity": score.perplexity, "tokens": score.tokens}
 
 
 def key(case: Case, data: list[str], scale: float) -> str:
     """What a result is only good for."""
-    given = json.dumps([recipe(case, [Path(one).name for one in data], scale), asdict(case)], sort_keys=True)
+    given = json.dumps([settings(case, scale), [Path(one).name for one in data], asdict(case)], sort_keys=True)
     return f"{case.name} {hashlib.sha256(given.encode()).hexdigest()[:12]}"
 
 
-Results = Mapping[str, Mapping[str, Any]]
+def load(file: Path) -> dict[str, Any]:
+    held: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return held
 
 
-def perplexities(results: Results, **wanted: Any) -> list[float]:
-    """Of all results whose case is such, over seeds."""
-
-    def fits(case: Mapping[str, Any]) -> bool:
-        return all(case[name] == value for name, value in wanted.items())
-
-    return [one["perplexity"] for one in results.values() if fits(one["case"])]
-
-
-def _at_paper(results: Results, g: int, method: str) -> list[float]:
-    return perplexities(results, kv_heads=g, method=method, alpha=PAPER, distill=False)
-
-
-def _at(results: Results, g: int | None, alpha: float, distill: bool) -> list[float]:
-    """Without training there is nothing to distill."""
-    return perplexities(results, kv_heads=g, method="mean", alpha=alpha, distill=distill and alpha > 0)
-
-
-def spread(values: list[float]) -> str:
-    if len(values) < 2:
-        return f"{values[0]:.2f}" if values else "-"
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
-
-
-def tables(results: Results) -> Iterator[str]:
-    """The tables in Markdown: perplexities, with the standard deviation over seeds where there are several."""
-    yield "# Study: what uptraining brings back"
-    yield (
-        "`make study` writes this page from `results.json`. The bundled model (8 K/V heads) converted to g, perplexity "
-        "on the quickstart's test novel in windows of 256 tokens; mean ± standard deviation of three seeds if made."
-    )
-    yield f"## Methods of conversion, alpha {PAPER:g}"
-    methods = ("mean", "first", "random")
-    rows = [[str(g), *(spread(_at_paper(results, g, method)) for method in methods)] for g in (2, 1)]
-    yield _table(["g", *methods], rows)
-    yield "## Budgets, method mean"
-    rows = []
-    for g, distill in [(None, False), *((g, distill) for g in (4, 2, 1) for distill in (False, True))]:
-        label = "original, trained on" if g is None else f"g = {g}{', distilled' if distill else ''}"
-        rows.append([label, *(spread(_at(results, g, alpha, distill)) for alpha in ALPHAS)])
-    yield _table(["", *(f"alpha {alpha:g}" for alpha in ALPHAS)], rows)
-    yield f"## Stability: spread over seeds at alpha {PAPER:g}"
-    rows = []
-    for g in (4, 2, 1):
-        found = _at_paper(results, g, "mean")
-        deviation = f"{statistics.stdev(found):.3f}" if len(found) > 1 else "-"
-        rows.append([str(g), ", ".join(f"{one:.2f}" for one in found), deviation])
-    yield _table(["g", "perplexities", "standard deviation"], rows)
-    yield "![Perplexity against the share of pretraining](budgets.png)"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-
-
-def write(results: Results, out: Path) -> None:
-    (out / "README.md").write_text("\n\n".join(tables(results)) + "\n")
-    curves = {}
-    for g, distill in ((4, False), (2, False), (1, False), (4, True), (2, True), (1, True), (None, False)):
-        label = "original, trained on" if g is None else f"{g} K/V heads{', distilled' if distill else ''}"
-        found = {alpha: values for alpha in ALPHAS if (values := _at(results, g, alpha, distill))}
-        if found:
-            curves[label] = {alpha: statistics.mean(values) for alpha, values in found.items()}
-    if curves:
-        original = perplexities(results, kv_heads=None, alpha=0.0)
-        save_png(quality_against_budget(curves, original=original[0] if original else None), out / "budgets.png")
+def keep(file: Path, name: str, result: dict[str, Any]) -> None:
+    """Add a result to those that are there, what another process has added in the meantime among them."""
+    results = load(file) | {name: result}
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(results, indent=1) + "\n")
+    partial.replace(file)
 
 
 def main() -> None:
@@ -183,18 +164,13 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "results.json"
-    results: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    wanted = {key(case, options.data, options.scale) for case in cases()}
-    chosen = [case for case in cases() if options.only in case.name]
-    for number, case in enumerate(chosen, start=1):
-        name = key(case, options.data, options.scale)
-        if name not in results:
-            print(f"{number} of {len(chosen)}: {case.name}", flush=True)
-            results[name] = measure(case, options.data, options.scale, options.work)
-            file.with_suffix(".partial").write_text(json.dumps(results, indent=1) + "\n")
-            file.with_suffix(".partial").replace(file)
-        write({name: one for name, one in results.items() if name in wanted}, options.out)
-    print(f"{options.out / 'README.md'}: {len(chosen)} of {len(cases())} cases")
+    names = {key(case, options.data, options.scale): case for case in cases()}
+    for name, case in names.items():
+        if options.only in case.name and name not in load(file):
+            print(case.name, flush=True)
+            keep(file, name, measure(case, options.data, options.scale, options.work))
+        write({name: one for name, one in load(file).items() if name in names}, options.out)
+    print(f"{options.out / 'README.md'}: {len(names.keys() & load(file).keys())} of {len(names)} cases")
 
 
 if __name__ == "__main__":
