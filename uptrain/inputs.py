@@ -45,7 +45,8 @@ def open_inputs(plan: Plan, rank: int = 0, world: int = 1) -> Inputs:
     )
     if section.validation is None:
         return Inputs(stream, None)
-    text = read_texts(section.validation, split="validation")
+    held_out = section.validation
+    text = read_texts(held_out.path, held_out.text_column, config=held_out.config, split=held_out.split)
     return Inputs(stream, Validation(text, tokenizer, plan.sequence_length, section.validation_tokens))
 
 

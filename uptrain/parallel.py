@@ -5,15 +5,18 @@ way what was asked for is checked against what came out.
 """
 
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, gather_object
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -36,6 +39,7 @@ def start_accelerator(section: UptrainSection, project: str) -> Accelerator:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     precision = section.precision or default_precision()
     only_cpu = not torch.accelerator.is_available()
+    AcceleratorState._reset_state()  # an earlier training in this process may have had another precision
     accelerator = Accelerator(
         cpu=only_cpu,  # else several processes on CPUs do not know of one another
         mixed_precision=MIXED[precision],
@@ -124,6 +128,26 @@ class Workers:
         values: list[Any] = [None] * self.world
         torch.distributed.all_gather_object(values, value)
         return values
+
+
+def check_shared(folder: Path, accelerator: Accelerator) -> None:
+    """Raise HeadpoolError, in every process, unless all of them see in `folder` what the main process writes there:
+    each saves its part of the state, and a part that stays behind on another machine would be missed only on resuming.
+
+    All processes have to ask at once.
+    """
+    probe = folder / "attempt"
+    token = [uuid.uuid4().hex]
+    if accelerator.is_main_process:
+        probe.write_text(token[0], encoding="utf-8")
+    broadcast_object_list(token)
+    seen = gather_object([probe.is_file() and probe.read_text(encoding="utf-8") == token[0]])
+    if not all(seen):
+        blind = ", ".join(str(rank) for rank, one in enumerate(seen) if not one)
+        raise HeadpoolError(
+            f"process {blind} does not see what process 0 writes in {folder}: the output must lie on a disk that all "
+            "machines share"
+        )
 
 
 def prepare(objective: Objective, section: UptrainSection, accelerator: Accelerator) -> Workers:

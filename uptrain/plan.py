@@ -64,8 +64,10 @@ class Plan:
 
     def validation_settings(self) -> list[Any]:
         """What a perplexity on the validation text depends on, beside the model."""
-        name = self.section.validation and Path(self.section.validation).name
-        return [name, self.section.validation_tokens, self.sequence_length]
+        return [self._held_out(), self.section.validation_tokens, self.sequence_length]
+
+    def _held_out(self) -> dict[str, Any] | None:
+        return self.section.validation and _named(self.section.validation.model_dump(mode="json"))
 
     def settings(self) -> dict[str, Any]:
         """What a state, or a result, was computed with: JSON's types, nothing that only this machine knows."""
@@ -73,8 +75,8 @@ class Plan:
         options = self.section.model_dump(mode="json", exclude=FREE | budget)
         return {
             **options,
-            "data": [{**one, "path": Path(one["path"]).name} for one in options["data"]],
-            "validation": options["validation"] and Path(options["validation"]).name,
+            "data": [_named(one) for one in options["data"]],
+            "validation": self._held_out(),
             "model": [self.source.name, fingerprint(self.source)],
             "teacher": [self.teacher.name, fingerprint(self.teacher)] if self.teacher else None,
             "distill": self.distillation.model_dump() if self.distillation else None,
@@ -85,6 +87,11 @@ class Plan:
             "eval_every": self.eval_every,
             "precision": self.section.precision or default_precision(),
         }
+
+
+def _named(text: Mapping[str, Any]) -> dict[str, Any]:
+    """A source of text by its file's name, wherever that lies."""
+    return {**text, "path": Path(text["path"]).name}
 
 
 def plan_uptraining(recipe: Recipe, *, world: int = 1, made: bool = True) -> Plan:

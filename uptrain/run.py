@@ -24,7 +24,7 @@ from headpool.uptrain.loop import Run, train
 from headpool.uptrain.metrics import METRICS, ORIGINAL, Metrics, read_original
 from headpool.uptrain.objective import Objective, model_inputs, squared_norms
 from headpool.uptrain.output import write_checkpoint
-from headpool.uptrain.parallel import Workers, prepare, start_accelerator, wants_sharding
+from headpool.uptrain.parallel import Workers, check_shared, prepare, start_accelerator, wants_sharding
 from headpool.uptrain.plan import Plan, fingerprint, plan_uptraining, provenance
 from headpool.uptrain.prefetch import Prefetcher
 from headpool.uptrain.reporter import Reporter, Shown
@@ -99,7 +99,7 @@ def uptrain(
         shelf = Shelf(plan.work / "state", keep=section.keep, settings=settings)
         if accelerator.is_main_process:
             shelf.clear(fresh=fresh, finished=replace)
-        accelerator.wait_for_everyone()
+        check_shared(plan.work, accelerator)
         shelf.check()
         return _attempt(plan, shelf, settings, accelerator, stack, how_to_go_on, progress)
 

@@ -144,8 +144,12 @@ class Shelf:
     def clear(self, *, fresh: bool, finished: bool) -> None:
         """Drop what is there, if `fresh`; or if it is of a `finished` run with other settings."""
         last = self.last()
-        if fresh or (finished and last and self._differing(last) and _is_finished(_read_facts(last))):
-            shutil.rmtree(self._folder, ignore_errors=True)
+        outdated = finished and last and self._differing(last) and _is_finished(_read_facts(last))
+        if (fresh or outdated) and self._folder.is_dir():
+            dropped = self._folder.with_name(f".{self._folder.name}.old")
+            shutil.rmtree(dropped, ignore_errors=True)
+            self._folder.rename(dropped)  # at once: half a state must not be taken for one
+            shutil.rmtree(dropped, ignore_errors=True)
 
     def _differing(self, checkpoint: Path) -> list[str]:
         held = _read_facts(checkpoint)["settings"]

@@ -195,11 +195,12 @@ def _training(
     *,
     fresh: bool,
 ) -> Stage:
-    texts = [one.path for one in section.data] + [section.validation]
+    texts = [one.path for one in section.data] + ([section.validation.path] if section.validation else [])
     inputs = {
         **(original if not made or section.distillation else {}),
         "made": [identity(one) for one in made],
-        "data": [_identity_of_data(text) for text in texts if text],
+        "data": [_identity_of_data(text) for text in texts],
+        "teacher": section.teacher and _identity_of_data(section.teacher),
         "seed": recipe.seed,
         "options": section.model_dump(mode="json", exclude=FREE),
     }

@@ -256,5 +256,11 @@ def _with_paths(section: UptrainSection | None, resolve: Callable[[str], str]) -
     if section is None:
         return None
     data = tuple(source.model_copy(update={"path": resolve(source.path)}) for source in section.data)
-    others = {key: value and resolve(value) for key in ("teacher", "validation") for value in [getattr(section, key)]}
-    return section.model_copy(update={"data": data, **others})
+    held_out = section.validation
+    return section.model_copy(
+        update={
+            "data": data,
+            "teacher": section.teacher and resolve(section.teacher),
+            "validation": held_out and held_out.model_copy(update={"path": resolve(held_out.path)}),
+        }
+    )

@@ -32,6 +32,19 @@ def _data_sources(value: Any) -> Any:
     return [{"path": one} if isinstance(one, str) else one for one in values]
 
 
+class HeldOutText(Section):
+    """Text to measure on while training."""
+
+    path: str = Field(description="a .txt, .jsonl or .parquet file, compressed or not, or a hub id")
+    config: str | None = Field(None, description="configuration of a data set on the hub")
+    split: str = Field("validation", description="split of a data set on the hub")
+    text_column: str = Field("text", description="the column that holds the text")
+
+
+def _held_out(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
 DataSources = Annotated[tuple[DataSource, ...], BeforeValidator(_data_sources), Field(min_length=1)]
 """For `data` of a section that trains: after validation always a tuple of DataSource."""
 
@@ -122,7 +135,9 @@ class UptrainSection(Section):
     )
     save_every: Interval = Field("10min", description="steps or time between checkpoints of the training state")
     keep: Positive = Field(2, description="how many of them are kept, beside the best")
-    validation: str | None = Field(None, description="text for validation perplexity: a file or a data set on the hub")
+    validation: Annotated[HeldOutText | None, BeforeValidator(_held_out)] = Field(
+        None, description="text for validation perplexity: a path, a hub id, or a mapping with its column"
+    )
     validation_tokens: Positive = Field(65536, description="how much of it is used")
     eval_every: Positive | None = Field(None, description="steps between validations; default: a tenth of all")
     trackers: tuple[str, ...] = Field((), description="accelerate's trackers by name, such as tensorboard or wandb")
@@ -133,7 +148,8 @@ class UptrainSection(Section):
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
         if (self.tokens is None) == (self.alpha is None):
-            raise ValueError("give either tokens, or alpha with pretraining_tokens")
+            given = "neither is there" if self.tokens is None else "both are there"
+            raise ValueError(f"give either tokens, or alpha with pretraining_tokens; {given}")
         if self.alpha is not None and self.pretraining_tokens is None:
             raise ValueError("alpha is a share of pretraining_tokens, which is missing")
         if self.sharding == "full" and self.optimizer == "adafactor":

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +92,62 @@ def test_accumulation_over_unequal_parts_changes_no_gradient(recipe: Path, quick
     check_same_course(recipe, "parts")
 
 
-def test_two_processes_do_what_one_does(recipe: Path) -> None:
+def test_two_processes_do_what_one_does_and_one_goes_on_from_them(recipe: Path, quick_check: None) -> None:
     given = overrides(recipe, "ddp", "uptrain.micro_batch=3")
     torchrun(str(tiny.ROOT / "tests" / "training.py"), str(recipe), str(recipe.parent / "ddp.pt"), *given)
     check_same_gradients(recipe, "ddp")
     check_same_course(recipe, "ddp")
+    shutil.rmtree(recipe.parent / "ddp" / "work" / "uptrain" / "state" / f"step-{STEPS:08d}")
+    resumed = uptrain(training.load(recipe, *given))
+    assert (resumed.processes, resumed.resumed_from) == (1, 18)
+    check_same_course(recipe, "ddp")
+
+
+def test_a_signal_reaches_launched_processes_which_save(recipe: Path) -> None:
+    given = [f"output={recipe.parent / 'stopped'}", "uptrain.tokens=1000000000", "uptrain.eval_every=1000000"]
+    given += ["uptrain.save_every=1h", "uptrain.launch={num_processes: 2}"]
+    work = recipe.parent / "stopped" / "work" / "uptrain"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    verb = [sys.executable, "-m", "headpool", "run", str(recipe), *given]
+    with subprocess.Popen(verb, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and len(training.metrics(recipe, "stopped")) < 3:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "the same command goes on from what was saved" in said
+    [saved] = (work / "state").iterdir()
+    assert saved.name == f"step-{training.metrics(recipe, 'stopped')[-1]['step']:08d}"
+
+
+APART = """
+import sys
+from pathlib import Path
+from accelerate import Accelerator
+from headpool.errors import HeadpoolError
+from headpool.uptrain.parallel import check_shared
+accelerator = Accelerator(cpu=True)
+folders = [Path(name) for name in sys.argv[1:]]
+check_shared(folders[0], accelerator)
+try:
+    check_shared(folders[accelerator.process_index], accelerator)
+except HeadpoolError as error:
+    print(f"{error}".splitlines()[0], flush=True)
+"""
+
+
+def test_processes_that_do_not_share_the_disk_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "apart.py").write_text(APART)
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    said = torchrun(str(tmp_path / "apart.py"), *map(str, folders))
+    assert sorted(said.splitlines()) == [
+        f"process 1 does not see what process 0 writes in {folder}: "
+        "the output must lie on a disk that all machines share"
+        for folder in folders
+    ]
 
 
 def test_sharded_training_resumes_in_one_process_and_writes_whole_checkpoints(recipe: Path, quick_check: None) -> None:

@@ -42,13 +42,13 @@ def elsewhere(recipe: Path, output: str, *overrides: str) -> Any:
     return training.load(recipe, f"output={folder}", *overrides)
 
 
-def check_as_if_never_interrupted(recipe: Path, output: str) -> None:
+def check_as_if_never_interrupted(recipe: Path, output: str, never: str = "out") -> None:
     exact = ("step", "tokens", "loss", "cross_entropy", "learning_rate", "gradient_norm", "validation_perplexity")
     lines, wanted = (
-        [{key: line.get(key) for key in exact} for line in training.metrics(recipe, one)] for one in (output, "out")
+        [{key: line.get(key) for key in exact} for line in training.metrics(recipe, one)] for one in (output, never)
     )
     assert lines == wanted
-    weights, expected = (tiny.tensors(recipe.parent / one / "uptrained") for one in (output, "out"))
+    weights, expected = (tiny.tensors(recipe.parent / one / "uptrained") for one in (output, never))
     assert weights.keys() == expected.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, expected[name]), name
@@ -72,6 +72,37 @@ def test_killed_at_random_moments_it_ends_as_if_never_interrupted(recipe: Path) 
         assert one["made"] == list(range(one["made"][0], one["made"][-1] + 1))
     assert last["resumed_from"] == last["made"][0] - 1 > 0
     assert last["made"][-1] == training.STEPS
+
+
+VARIANTS = {
+    "distilled": "distill={weight: 0.5, temperature: 2.0, blocks: 0.1}",
+    "bf16": "precision=bf16",
+    "adafactor": "optimizer=adafactor",
+    "checkpointed": "gradient_checkpointing=true",
+    "isolated": "document_attention=true",
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_kind_of_training_resumes_exactly(recipe: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    uptrain(elsewhere(recipe, name, f"uptrain.{VARIANTS[name]}"))
+    interrupted = elsewhere(recipe, f"{name}-interrupted", f"uptrain.{VARIANTS[name]}")
+    update = loop._update
+    for last in (4, 8):  # steps made before the attempt dies, one after a checkpoint and two after one
+
+        def die(run: loop.Run, norm: float, last: int = last) -> None:
+            if run.state.step == last:
+                raise KeyboardInterrupt
+            update(run, norm)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "_update", die)
+            with pytest.raises(KeyboardInterrupt):
+                uptrain(interrupted)
+    assert uptrain(interrupted).resumed_from == 8 - 8 % training.SECTION["eval_every"]
+    check_as_if_never_interrupted(recipe, f"{name}-interrupted", name)
+    losses = [[line["loss"] for line in training.metrics(recipe, one)[1:]] for one in (name, "out")]
+    assert (losses[0] == losses[1]) == (name == "checkpointed"), "checkpointing alone changes nothing"
 
 
 def test_a_signal_saves_and_says_how_to_go_on(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
