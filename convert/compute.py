@@ -95,9 +95,9 @@ def _write(tensor: Tensor, writer: Writer, output: OutputTensor, buffers: Buffer
 
 
 def _rounded(values: Tensor, output: OutputTensor) -> Tensor:
-    """In the output dtype. RequestError when a finite value does not fit it."""
+    """In the output dtype. RequestError when a finite value, or one that was computed, does not fit it."""
     result = round_once(values, TORCH[output.dtype])
-    if output.dtype != output.source.dtype and bool((result.isinf() & (values.isfinite() | output.computed)).any()):
+    if result.dtype != values.dtype and bool((result.isinf() & (values.isfinite() | output.computed)).any()):
         raise RequestError(
             f"tensor {output.name!r} has values that {str(result.dtype).removeprefix('torch.')} cannot hold"
         )

@@ -133,8 +133,8 @@ def convert_checkpoint(
         whole_layers=method == "aligned" and alignment.whole_layers,
     )
     check_space(out, plan.nbytes)
-    if alignment.calibration is not None and not plan.method.aligned:
-        raise RequestError(f"method {method} needs no calibration text; it is for method aligned")
+    if not plan.method.aligned and (given := alignment.chosen()):
+        raise RequestError(f"method {method} does without {', '.join(given)}, for method aligned only")
     if alignment.plot is not None and not (dry_run and alignment.calibration is not None):
         raise RequestError("a plot is made of what a dry run with calibration text predicts")
     warnings: tuple[str, ...] = ()
@@ -144,6 +144,7 @@ def convert_checkpoint(
     if not dry_run:
         with _prepared(plan, out, alignment, seed) as (prepared, facts):
             warnings = _write(plan, out, facts, prepared, overwrite=overwrite, seed=seed, progress=progress)
+            warnings += _short_of_text(alignment, facts)
     elif alignment.calibration is not None and plan.units:
         from headpool.convert.aligned.predict import predict
 
@@ -216,6 +217,14 @@ def _write(
         (staging / _CONFIG / "config.json").rename(staging / "config.json")
         (staging / _CONFIG).rmdir()
     return warnings
+
+
+def _short_of_text(alignment: "Alignment", facts: dict[str, Any]) -> tuple[str, ...]:
+    options = facts.get("options", {})
+    held = options.get("calibration_windows", 0) * options.get("calibration_window", 0)
+    if alignment.calibration is None or not 0 < held < alignment.tokens:
+        return ()
+    return (f"{alignment.calibration.name} holds {held:,} of the {alignment.tokens:,} calibration tokens asked for",)
 
 
 def _copy_sidecars(source: Source, staging: Path) -> None:

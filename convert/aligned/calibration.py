@@ -19,7 +19,7 @@ from headpool.loading import load_tokenizer, position_limit, read_config
 from headpool.text import TextData
 
 DEFAULT_WINDOW = 2048
-"""Tokens of a window where the model has positions for so many."""
+"""Tokens of a window where the model has positions for twice so many."""
 
 _RUN_CHARACTERS = 16
 """A run holds so many characters for each token of a window, so that it fills a few."""
@@ -40,13 +40,15 @@ def calibration(
 ) -> Calibration:
     """At least `tokens` tokens of the text in whole windows, or what it has where it has fewer.
 
-    window: tokens of each window, by default the smaller of the model's positions and DEFAULT_WINDOW. needed: how many
+    window: tokens of each window, by default the smaller of half the model's positions and DEFAULT_WINDOW: no config
+    tells in which windows a model was pretrained, and beyond those healing learns from what the model does badly
+    (docs/method.md). needed: how many
     tokens there must be at least. Raises RequestError where the text, or `tokens`, is too short for that, for a
     tokenizer that cannot be read or is another model's, and for a window beyond the model's positions.
     """
     config = read_config(source).get_text_config()
     positions, vocabulary = position_limit(config) or 1 << 62, config.vocab_size
-    window = min(positions, DEFAULT_WINDOW) if window is None else window
+    window = min(max(2, positions // 2), DEFAULT_WINDOW) if window is None else window
     if not 1 < window <= positions:
         raise RequestError(f"calibration windows of {window} tokens; {source.model} has {positions} positions")
     count = -(-tokens // window)

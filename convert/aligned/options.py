@@ -1,7 +1,7 @@
 """What method aligned may be told; heavy packages are left to whoever does it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ class Alignment:
 
     calibration: documents like those that the model was trained on; without them alignment goes by the weights alone,
         and refit and healing are left out.
-    tokens, window: how many tokens of it are used, and how many make a window (None: the model's positions, at most
-        2048).
+    tokens, window: how many tokens of it are used, and how many make a window (None: half the model's positions, at
+        most 2048).
     groups: which heads share is searched for, or neighbours do. refit: whether the output projection is refitted.
     heal: for how many steps each layer is healed; 0 leaves it out. heal_scope: whether the whole decoder layer is
         trained for that, norms and MLP included (experts are not), or its attention projections alone.
@@ -55,6 +55,12 @@ class Alignment:
     def whole_layers(self) -> bool:
         """Whether more than attention changes."""
         return self.calibration is not None and self.heal > 0 and self.heal_scope == "layer"
+
+    def chosen(self) -> list[str]:
+        """The names of what is not at its default, but for where things lie and who is told."""
+        elsewhere = ("work", "plot", "progress")
+        told = [one for one in fields(self) if one.name not in elsewhere]
+        return [one.name for one in told if getattr(self, one.name) != one.default]
 
     def options(self) -> dict[str, Any]:
         """What the result depends on besides the text, in JSON's types."""

@@ -1,9 +1,12 @@
 """What aligned conversion would lose at every possible number of K/V heads, from one pass over calibration text."""
 
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from headpool import geometry
+from headpool.convert.aligned.estimate import check_resources, free_disk, free_memory
 from headpool.convert.aligned.grouping import GroupLoss
 from headpool.convert.aligned.options import Alignment, Prediction
 from headpool.convert.aligned.run import (
@@ -15,6 +18,7 @@ from headpool.convert.aligned.run import (
 )
 from headpool.convert.aligned.sharing import folds, observe
 from headpool.convert.aligned.walk import Layer, Walk
+from headpool.convert.aligned.work import Work
 from headpool.convert.plan import Plan
 from headpool.headers import BITS
 from headpool.loading import usable_device
@@ -32,13 +36,21 @@ def predict(plan: Plan, alignment: Alignment, seed: int) -> tuple[list[Predictio
     assert text is not None
     counts = geometry.options(plan.before)
     lost: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
-    for layer in Walk(open_stock(plan, alignment), text.tokens, batch=batch_of(text.tokens.shape[1])):
-        loss = _loss(layer)
-        for count in counts:
-            heads = plan.before[layer.index].kv_heads
-            partition = loss.choose(min(count, heads), search=alignment.groups == "search")
-            lost[count].append(dict(loss.lost(partition)))
-        alignment.progress((layer.index + 1) * text.tokens.numel(), len(plan.before) * text.tokens.numel())
+    estimate = estimate_for(plan, alignment, text.tokens.shape)
+    with tempfile.TemporaryDirectory(prefix="headpool-") as folder, Work(Path(folder), {}) as work:
+        check_resources(
+            estimate,
+            memory=free_memory(usable_device(alignment.device)),
+            disk=free_disk(work.directory),
+            work=work.directory,
+        )
+        for layer in Walk(open_stock(plan, alignment), text.tokens, batch=batch_of(text.tokens.shape[1]), work=work):
+            loss = _loss(layer)
+            for count in counts:
+                heads = plan.before[layer.index].kv_heads
+                partition = loss.choose(min(count, heads), search=alignment.groups == "search")
+                lost[count].append(dict(loss.lost(partition)))
+            alignment.progress((layer.index + 1) * text.tokens.numel(), len(plan.before) * text.tokens.numel())
     keys = plan.source.tensors[plan.layout.names(plan.units[0].layer, "k")[0]]
     predictions = [
         Prediction(
@@ -52,7 +64,7 @@ def predict(plan: Plan, alignment: Alignment, seed: int) -> tuple[list[Predictio
         from headpool.plots import predicted_loss, save_png
 
         save_png(predicted_loss([asdict(one) for one in predictions]), alignment.plot)
-    return predictions, estimate_for(plan, alignment, text.tokens.shape).to_dict()
+    return predictions, estimate.to_dict()
 
 
 def _loss(layer: Layer) -> GroupLoss:

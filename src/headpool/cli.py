@@ -120,7 +120,7 @@ def convert(
     text_column: Annotated[str, typer.Option(help="The column of --calibration that holds the text.")] = "text",
     calibration_tokens: Annotated[int, typer.Option(min=1, help="How many of its tokens are used.")] = 524_288,
     calibration_window: Annotated[
-        int | None, typer.Option(min=8, help="Tokens per window; default: the model's positions, at most 2048.")
+        int | None, typer.Option(min=8, help="Tokens per window; default: half the model's positions, at most 2048.")
     ] = None,
     groups: Annotated[str, typer.Option(help="Heads that share: search or contiguous.")] = "search",
     refit: Annotated[bool, typer.Option(help="Refit the output projection.")] = True,

@@ -42,7 +42,9 @@ class ConvertSection(Section):
     calibration: str | None = Field(None, description="for aligned: text like the training data")
     text_column: str = Field("text", description="the column of `calibration` that holds the text")
     calibration_tokens: Positive = Field(524_288, description="how many of its tokens are used")
-    calibration_window: Positive | None = Field(None, description="tokens per window; default: the model's positions")
+    calibration_window: Positive | None = Field(
+        None, description="tokens per window; default: half the model's positions, at most 2048"
+    )
     groups: Literal["search", "contiguous"] = Field("search", description="for aligned: which heads share")
     refit: bool = Field(True, description="for aligned: refit the output projection")
     heal: Annotated[int, Field(ge=0)] = Field(400, description="for aligned: steps of healing for each layer")
@@ -52,9 +54,10 @@ class ConvertSection(Section):
     max_shard_size: Size | None = Field(None, description="such as 5GB; default: the source's division")
 
     @model_validator(mode="after")
-    def _calibrated_by_aligned_only(self) -> Self:
-        if self.calibration is not None and self.method != "aligned":
-            raise ValueError(f"calibration is for method aligned, not for {self.method}")
+    def _aligned_only(self) -> Self:
+        others = {"kv_heads", "method", "dtype", "max_shard_size"}
+        if self.method != "aligned" and (given := sorted(self.model_fields_set - others)):
+            raise ValueError(f"{', '.join(given)}: for method aligned, not for {self.method}")
         return self
 
 

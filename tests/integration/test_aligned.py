@@ -233,8 +233,11 @@ def test_refusals(tmp_path: Path, spread: Path, text: TextData) -> None:
         "at least 96": lambda out: convert(spread, out, 4, alignment(short)),
         "128 positions": lambda out: convert(spread, out, 4, alignment(text, window=129)),
         "unknown groups 'all'": lambda out: convert(spread, out, 4, alignment(text, groups="all")),
-        "is for method aligned": lambda out: convert_checkpoint(
+        "mean does without calibration, tokens, .*for method aligned only": lambda out: convert_checkpoint(
             str(spread), out, kv_heads=4, method="mean", alignment=alignment(text)
+        ),
+        "first does without heal, for method aligned only": lambda out: convert_checkpoint(
+            str(spread), out, kv_heads=4, method="first", alignment=Alignment(heal=3)
         ),
     }
     for words, attempt in refused.items():
@@ -253,6 +256,25 @@ def test_refuses_attention_that_it_cannot_preserve(
     source = tiny.checkpoint(tmp_path / family, family, **changes)
     with pytest.raises(RequestError, match=words):
         convert(source, tmp_path / "out", 4, alignment(None))
+
+
+def test_text_shorter_than_asked_for_is_said(tmp_path: Path, spread: Path, text: TextData) -> None:
+    few = TextData(text.texts[:8], "0" * 64, "few.txt")
+    made = convert(spread, tmp_path / "out", 4, alignment(few, tokens=100_000, heal=0))
+    [warning] = made.warnings
+    options = json.loads((tmp_path / "out" / "headpool.json").read_text())["options"]
+    held = options["calibration_windows"] * options["calibration_window"]
+    assert 0 < held < 100_000
+    assert warning == f"few.txt holds {held:,} of the 100,000 calibration tokens asked for"
+
+
+def test_a_computed_value_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+    source = tiny.checkpoint(tmp_path / "source", dtype=torch.float16)
+    o_proj = "model.layers.1.self_attn.o_proj.weight"
+    tiny.rewrite(source, {o_proj: torch.full_like(tiny.tensors(source)[o_proj], 65504.0)})
+    with pytest.raises(RequestError, match=rf"'{o_proj}' has values that float16 cannot hold"):
+        convert(source, tmp_path / "out", 1, alignment(None))
+    assert not (tmp_path / "out").exists()
 
 
 def test_activations_that_are_not_finite_are_refused_by_layer(tmp_path: Path, spread: Path, text: TextData) -> None:

@@ -67,7 +67,7 @@ def data(texts: list[str]) -> TextData:
 def test_calibration_takes_whole_windows(tmp_path: Path) -> None:
     source = checkpoint.open_source(str(tiny.checkpoint(tmp_path, vocab_size=2048, tokenizer=True)))
     made = calibration(source, data(DOCUMENTS), tokens=1000, needed=96)
-    assert made.tokens.shape == (8, 128)  # the model's positions, and 1000 tokens rounded up
+    assert made.tokens.shape == (16, 64)  # half the model's positions, and 1000 tokens rounded up
     assert made.tokens.dtype == torch.int64
     assert (made.data, made.data_sha256) == ("novel.txt", "hash")
     again = calibration(source, data(DOCUMENTS), tokens=1000, needed=96)
@@ -78,7 +78,7 @@ def test_calibration_takes_whole_windows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "options", "message"),
     [
-        (["too short"], {}, r"novel.txt is too short .*: 0 tokens in windows of 128, at least 96 are needed"),
+        (["too short"], {}, r"novel.txt is too short .*: 0 tokens in windows of 64, at least 96 are needed"),
         (
             DOCUMENTS,
             {"tokens": 100, "window": 20, "needed": 500},

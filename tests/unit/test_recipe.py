@@ -74,6 +74,7 @@ def test_all_errors_are_reported_together(recipe: Path) -> None:
     [
         (["eval.window=8", "eval.stride=9"], "eval: stride 9 is larger than window 8"),
         (["convert.max_shard_size=much"], "convert.max_shard_size: .*much"),
+        (["convert.heal=9", "convert.groups=search"], "convert: groups, heal: for method aligned, not for mean"),
     ],
 )
 def test_values_that_do_not_go_together(recipe: Path, override: list[str], says: str) -> None:
