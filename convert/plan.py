@@ -9,7 +9,7 @@ from typing import Any
 
 from headpool import families, geometry
 from headpool.checkpoint import Source
-from headpool.convert.layouts import Part, Separate, find_layout
+from headpool.convert.layouts import Layout, Part, find_layout
 from headpool.convert.methods import METHODS, Method
 from headpool.convert.transfer import BLOCK
 from headpool.errors import RequestError
@@ -66,7 +66,7 @@ class Plan:
     source: Source
     method: Method
     kv_heads: int
-    layout: Separate
+    layout: Layout
     before: tuple[Layer, ...]
     after: tuple[Layer, ...]
     units: tuple[Unit, ...]
@@ -163,13 +163,14 @@ def _refuse_quantized(source: Source) -> None:
 
 def _units(
     method: Method,
-    layout: Separate,
+    layout: Layout,
     tensors: Mapping[str, TensorRecord],
     before: Sequence[Layer],
     after: Sequence[Layer],
 ) -> Iterator[Unit]:
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
-        for parts in method.units if old.kv_heads != new.kv_heads else ():
+        together = dict.fromkeys(layout.together(parts) for parts in method.units)
+        for parts in together if old.kv_heads != new.kv_heads else ():
             if layout.names(index, parts[0])[0] in tensors:  # a layer that shares another's K/V may have none
                 yield Unit(index, parts, new.kv_heads)
 
@@ -179,7 +180,7 @@ _EXPERTS = re.compile(r"\b(experts?|router|block_sparse_moe|moe|gate)\.")
 
 
 def _declare(
-    layout: Separate, units: tuple[Unit, ...], source: Source, *, whole_layers: bool
+    layout: Layout, units: tuple[Unit, ...], source: Source, *, whole_layers: bool
 ) -> dict[str, tuple[int, ...]]:
     """The tensors that change, with their new shapes."""
     changed: dict[str, tuple[int, ...]] = {}
@@ -190,12 +191,16 @@ def _declare(
             if name.startswith(stem) and record.dtype in FLOATS and not _EXPERTS.search(name)
         }
     for unit in units:
-        rows = unit.kv_heads * layout.layers[unit.layer].head_dim
-        pooled = {name for part in unit.parts if part in ("k", "v") for name in layout.names(unit.layer, part)}
+        rows = {
+            name: layout.rows(unit.layer, part, unit.kv_heads)
+            for part in unit.parts
+            for name in layout.names(unit.layer, part)
+            if part != "o"
+        }
         for name in layout.changed(unit.layer, unit.parts):
             if name in source.tensors:
                 shape = source.tensors[name].shape
-                changed[name] = (rows, *shape[1:]) if name in pooled else shape
+                changed[name] = (rows.get(name, shape[0]), *shape[1:])
     return changed
 
 

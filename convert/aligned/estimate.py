@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from headpool.checkpoint import Source
-from headpool.convert.layouts import Separate
+from headpool.convert.layouts import Layout
 from headpool.errors import RequestError
 from headpool.headers import TensorRecord
 
@@ -85,7 +85,7 @@ class _Sizes:
     file_itemsize: int
 
 
-def estimate(source: Source, layout: Separate, task: Task) -> Estimate:
+def estimate(source: Source, layout: Layout, task: Task) -> Estimate:
     """What calibrating on one device takes, results included."""
     sizes = _sizes(source, layout)
     batch_tokens = task.batch * task.tokens
@@ -143,7 +143,7 @@ def _flops(sizes: _Sizes, task: Task) -> float:
     return 2 * (tokens * (observing + refitting) + healing)
 
 
-def _sizes(source: Source, layout: Separate) -> _Sizes:
+def _sizes(source: Source, layout: Layout) -> _Sizes:
     layers: dict[int, list[TensorRecord]] = {index: [] for index in range(len(layout.layers))}
     outside: list[TensorRecord] = []
     for name, record in source.tensors.items():

@@ -109,7 +109,7 @@ _ZERO_CENTRED = ("gemma", "vaultgemma", "nemotron")
 
 def _norm_gain(plan: Plan, index: int, hidden: int) -> Tensor:
     """The gain [D] of the norm before the attention, float64; ones where there is none (OLMo)."""
-    record = plan.source.tensors.get(f"{plan.layout.stem}{index}.input_layernorm.weight")
+    record = plan.source.tensors.get(f"{plan.layout.stem}{index}.{plan.layout.input_norm}.weight")
     if record is None:
         return torch.ones(hidden, dtype=torch.float64)
     gain = read_tensor(record).double()

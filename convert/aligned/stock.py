@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from headpool.checkpoint import Source
-from headpool.convert.layouts import AttentionWeights, Separate
+from headpool.convert.layouts import AttentionWeights, Layout
 from headpool.errors import RequestError, first_line
 from headpool.headers import TensorRecord
 from headpool.tensors import read_tensor
@@ -31,7 +31,7 @@ class Stock:
     """
 
     def __init__(
-        self, source: Source, layout: Separate, *, device: str, dtype: torch.dtype, config_text: str | None = None
+        self, source: Source, layout: Layout, *, device: str, dtype: torch.dtype, config_text: str | None = None
     ) -> None:
         self.source = source
         self.layout = layout

@@ -45,6 +45,20 @@ RETYPED = {("mistral", "layer_types"): "ministral"}
 """transformers reads a config of this model_type that holds this key as one of another model_type."""
 
 
+Order = Literal["blocks", "groups"]
+"""How heads follow each other in a fused projection: all queries, all keys, all values; or by K/V head: its query
+heads, its key, its value.
+"""
+
+
+@dataclass(frozen=True)
+class FusedProjection:
+    """One projection for queries, keys and values: its name in the attention module, and the order of its heads."""
+
+    projection: str
+    order: Order
+
+
 @dataclass(frozen=True)
 class Family:
     """One model_type of transformers.
@@ -58,7 +72,8 @@ class Family:
     `layer_fields` the class's own fields that overrule it, with their defaults. `output` is the output
     projection's name, `rotary` how the dimensions of a head pair (None: no telling), `head_dim_read` whether
     the class heeds an explicit head_dim. `aliases` maps fields to the names under which the class stores
-    them.
+    them. `fused` says how queries, keys and values lie in one projection, None where each has its own;
+    `input_norm` is the norm before attention, inside the layer.
     """
 
     model_type: str
@@ -75,6 +90,8 @@ class Family:
     rotary: Literal["half-split", "interleaved"] | None
     output: str
     head_dim_read: bool
+    fused: FusedProjection | None = None
+    input_norm: str = "input_layernorm"
 
 
 @cache

@@ -18,7 +18,7 @@ from headpool.convert.aligned.keys import share_keys
 from headpool.convert.aligned.moments import Moments, data_free
 from headpool.convert.aligned.refit import Normal, refit_output
 from headpool.convert.aligned.values import share_values
-from headpool.convert.layouts import AttentionWeights, Separate, find_layout
+from headpool.convert.layouts import AttentionWeights, Layout, find_layout
 from headpool.headers import TensorRecord
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,7 +71,7 @@ def built(name: str, **changes: Any) -> Any:
     return model
 
 
-def layout_of(model: Any) -> tuple[Separate, dict[str, Tensor]]:
+def layout_of(model: Any) -> tuple[Layout, dict[str, Tensor]]:
     config = model.config.to_dict()
     state = model.state_dict()
     records = {name: TensorRecord(name, "F64", tuple(w.shape), Path(), 0) for name, w in state.items()}

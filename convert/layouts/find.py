@@ -1,0 +1,100 @@
+"""The layout of a checkpoint, told from its family and held against its headers."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from headpool import families
+from headpool.convert.layouts.base import Layout
+from headpool.convert.layouts.fused import Fused
+from headpool.convert.layouts.separate import Separate
+from headpool.convert.layouts.weights import PARTS, Part, Rotary
+from headpool.errors import RequestError
+from headpool.families import AttentionTensor, Family
+from headpool.geometry import Layer
+from headpool.headers import FLOATS, TensorRecord
+
+
+def find_layout(
+    tensors: Mapping[str, TensorRecord], config: Mapping[str, Any], family: Family, layers: tuple[Layer, ...]
+) -> Layout:
+    """The layout of a checkpoint, once its headers agree with its config.
+
+    Raises RequestError naming the tensor, the shape found and the shape expected where they contradict each other: a
+    projection missing or of another shape, a layer too many, an attention tensor that this family is not known to have,
+    a projection that is no floating-point tensor.
+    """
+    found = {name: held for name in tensors if (held := families.attention_tensor(family, name))}
+    stems = {held.stem for held in found.values()}
+    if len(stems) != 1:
+        where = f"under {' and '.join(sorted(stems))}" if stems else f"named {family.attention.format('N')}.*"
+        raise RequestError(f"the weights hold {'several sets of' if stems else 'no'} attention tensors {where}")
+    for name, held in found.items():
+        _check_known(name, held, family, len(layers))
+    layout = _layout(stems.pop(), config, family, layers)
+    hidden = families.get(config, family, "hidden_size")
+    for index in range(len(layers)):
+        _check_shapes(tensors, layout, index, hidden)
+    return layout
+
+
+def _layout(stem: str, config: Mapping[str, Any], family: Family, layers: tuple[Layer, ...]) -> Layout:
+    dims = families.rotary_dims(config, family, layers[0].head_dim)
+    projections: dict[Part, str] = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+    if family.fused is not None:
+        projections = dict.fromkeys(projections, family.fused.projection)
+    projections["o"] = family.output
+    common: dict[str, Any] = {
+        "stem": stem,
+        "attention": family.attention.rpartition("{}.")[2],
+        "projections": projections,
+        "layers": layers,
+        "rotary": Rotary(family.rotary, dims) if family.rotary else None,
+        "per_query_head": tuple(
+            suffix
+            for suffix, follows in family.attention_tensors.items()
+            if follows == "heads" and suffix.split(".")[0] not in projections.values()
+        ),
+        "norms": _norms(family),
+        "input_norm": family.input_norm,
+    }
+    return Separate(**common) if family.fused is None else Fused(**common, order=family.fused.order)
+
+
+def _norms(family: Family) -> tuple[str, str]:
+    """The names of the family's query and key norm in its attention module; names that no tensor has where it has
+    none.
+    """
+    found = {suffix.rpartition(".")[0] for suffix in family.attention_tensors if "norm" in suffix}
+    query, key = (sorted(name for name in found if name.startswith(letter)) for letter in ("q", "k"))
+    return (query or ["q_norm"])[0], (key or ["k_norm"])[0]
+
+
+_BUFFERS = re.compile(r"rotary_emb\.inv_freq|(masked_)?bias")
+"""Buffers that old checkpoints carry in their attention modules and no class reads."""
+
+
+def _check_known(name: str, held: AttentionTensor, family: Family, layers: int) -> None:
+    if held.layer >= layers:
+        raise RequestError(f"tensor {name!r} belongs to layer {held.layer}, the config has {layers} layers")
+    if held.suffix not in family.attention_tensors and not _BUFFERS.fullmatch(held.suffix):
+        raise RequestError(f"tensor {name!r} is not known in the attention of {family.model_type}")
+
+
+def _check_shapes(tensors: Mapping[str, TensorRecord], layout: Layout, index: int, hidden: int) -> None:
+    layer = layout.layers[index]
+    width = layer.heads * layer.head_dim
+    for part in PARTS:
+        weight, bias = layout.names(index, part)
+        if weight not in tensors and (part in ("q", "o") or layer.shares is None):
+            raise RequestError(f"tensor {weight!r} is missing from the weights")
+        rows, columns = (hidden, width) if part == "o" else (layout.rows(index, part, layer.kv_heads), hidden)
+        for name, expected in ((weight, (rows, columns)), (bias, (rows,))):
+            record = tensors.get(name)
+            if record is not None and record.shape != expected:
+                raise RequestError(
+                    f"weights and config contradict each other: tensor {name!r} is {list(record.shape)}, "
+                    f"the config makes it {list(expected)}"
+                )
+            if record is not None and record.dtype not in FLOATS:
+                raise RequestError(f"tensor {name!r} is {record.dtype}: a quantized projection cannot be pooled")
