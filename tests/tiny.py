@@ -32,7 +32,9 @@ OWN: dict[str, dict[str, Any]] = {
 
 def model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A random causal LM of a family; every parameter is random, biases and norms too."""
-    config = transformers.AutoConfig.for_model(family, **{**BASE, **OWN.get(family, {}), **changes})
+    fields = {**BASE, **OWN.get(family, {}), **changes}
+    without = [name for name, value in changes.items() if value is None and name in BASE]
+    config = transformers.AutoConfig.for_model(family, **{k: v for k, v in fields.items() if k not in without})
     torch.manual_seed(seed)
     built = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -267,10 +267,15 @@ _observed: WeakKeyDictionary[nn.Module, _Observation] = WeakKeyDictionary()
 
 def _stock_function(attention: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Any]]:
     """The function that a class computes attention with: the library's, or the eager one of the class's own file."""
-    if implementation == "eager":
-        function: Callable[..., tuple[Tensor, Any]] | None = getattr(
-            sys.modules[type(attention).__module__], "eager_attention_forward", None
+    module = sys.modules[type(attention).__module__]
+    if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        raise RequestError(
+            f"{type(attention).__name__} computes attention by itself, so it cannot be observed; align without "
+            f"calibration text"
         )
+    function: Callable[..., tuple[Tensor, Any]] | None
+    if implementation == "eager":
+        function = getattr(module, "eager_attention_forward", None)
     else:
         function = AttentionInterface().get(implementation)
     if function is None:

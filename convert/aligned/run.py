@@ -134,8 +134,14 @@ def check_attention(plan: Plan) -> None:
                 f"method aligned cannot go past {name!r}, which acts between attention and output projection; "
                 f"use method mean"
             )
-    if plan.source.config.get("clip_qkv") is not None:
+    config = plan.source.config
+    if (config.get("attn_config") or config).get("clip_qkv") is not None:
         raise RequestError("method aligned cannot go past clip_qkv, which cuts keys off at a size; use method mean")
+    if config.get("alibi"):
+        raise RequestError(
+            "method aligned cannot move heads with ALiBi, whose slopes belong to places in the list of heads; "
+            "use method mean"
+        )
 
 
 def align(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Work, *, seed: int = 0) -> list[Figures]:

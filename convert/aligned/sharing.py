@@ -1,5 +1,7 @@
 """Steps 1 to 3 for one layer: which heads share, and one key head and one value head for each group."""
 
+import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -72,13 +74,20 @@ def observe(layer: Layer, *, record: bool = False) -> tuple[AttentionWeights, Mo
     """A layer's weights, and the moments of its attention over the text, on the way to the next layer's inputs."""
     weights = layer.walk.stock.weights(layer.index)
     assert weights.rotary is not None
-    assert weights.k is not None
     observer = MomentsObserver(weights.rotary)
-    projection: nn.Module = layer.attention.get_submodule(layer.walk.stock.layout.projections["k"])
-    with observing(layer.attention, observer, every=EVERY), HeadSizes(projection, len(weights.k)) as sizes:
+    with observing(layer.attention, observer, every=EVERY), _key_sizes(layer, weights) as sizes:
         layer.advance(record=record)
-    scale = sizes.root_mean_squares() if weights.key_norm is not None else None
+    scale = None if sizes is None else sizes.root_mean_squares()
     return weights, replace(observer.moments(), key_scale=scale)
+
+
+def _key_sizes(layer: Layer, weights: AttentionWeights) -> AbstractContextManager[HeadSizes | None]:
+    """Gathers the sizes of the keys before their norm, where they have one."""
+    if weights.key_norm is None:
+        return contextlib.nullcontext()
+    assert weights.k is not None
+    projection: nn.Module = layer.attention.get_submodule(layer.walk.stock.layout.projections["k"])
+    return HeadSizes(projection, len(weights.k))
 
 
 def folds(weights: AttentionWeights) -> bool:
@@ -109,7 +118,8 @@ _ZERO_CENTRED = ("gemma", "vaultgemma", "nemotron")
 
 def _norm_gain(plan: Plan, index: int, hidden: int) -> Tensor:
     """The gain [D] of the norm before the attention, float64; ones where there is none (OLMo)."""
-    record = plan.source.tensors.get(f"{plan.layout.stem}{index}.{plan.layout.input_norm}.weight")
+    names = (f"{plan.layout.stem}{index}.{norm}.weight" for norm in plan.layout.input_norms)
+    record = next((plan.source.tensors[name] for name in names if name in plan.source.tensors), None)
     if record is None:
         return torch.ones(hidden, dtype=torch.float64)
     gain = read_tensor(record).double()

@@ -17,8 +17,8 @@ class Layout(ABC):
     """A checkpoint's attention tensors, each `{stem}{layer}.{attention}.` and a name inside the attention module.
 
     projections: the module that holds each part, `.weight` and `.bias` below it; parts may share one. The output
-    projection is [D, heads*d] in every layout. norms: the query and key norm; input_norm: the norm before attention,
-    inside the layer.
+    projection is [D, heads*d] in every layout. norms: the query and key norm; input_norms: names that the norm
+    before attention may have inside the layer.
     """
 
     stem: str
@@ -28,7 +28,7 @@ class Layout(ABC):
     rotary: Rotary | None
     per_query_head: tuple[str, ...] = ()
     norms: tuple[str, str] = ("q_norm", "k_norm")
-    input_norm: str = "input_layernorm"
+    input_norms: tuple[str, ...] = ("input_layernorm",)
 
     def tensor(self, layer: int, suffix: str) -> str:
         return f"{self.stem}{layer}.{self.attention}.{suffix}"

@@ -26,6 +26,8 @@ def find_layout(
     """
     found = {name: held for name in tensors if (held := families.attention_tensor(family, name))}
     stems = {held.stem for held in found.values()}
+    if len(stems) > 1 and (own := family.attention.partition("{}")[0]) in stems:  # others are of towers beside it
+        found, stems = {name: held for name, held in found.items() if held.stem == own}, {own}
     if len(stems) != 1:
         where = f"under {' and '.join(sorted(stems))}" if stems else f"named {family.attention.format('N')}.*"
         raise RequestError(f"the weights hold {'several sets of' if stems else 'no'} attention tensors {where}")
@@ -56,7 +58,7 @@ def _layout(stem: str, config: Mapping[str, Any], family: Family, layers: tuple[
             if follows == "heads" and suffix.split(".")[0] not in projections.values()
         ),
         "norms": _norms(family),
-        "input_norm": family.input_norm,
+        "input_norms": family.input_norms,
     }
     return Separate(**common) if family.fused is None else Fused(**common, order=family.fused.order)
 

@@ -54,8 +54,7 @@ class Fused(Layout):
         held = self.layers[layer]
         if self.order == "blocks":
             heads = fused.view(-1, held.head_dim, *fused.shape[1:])
-            q, k, v = heads.split((held.heads, held.kv_heads, held.kv_heads))
-            return q, k, v
+            return heads[: held.heads], heads[held.heads : -held.kv_heads], heads[-held.kv_heads :]
         groups = fused.view(held.kv_heads, held.group_size + 2, held.head_dim, *fused.shape[1:])
         return groups[:, :-2].flatten(0, 1), groups[:, -2], groups[:, -1]
 

@@ -8,12 +8,13 @@ reader of configs must know beyond that stands here. Nothing here imports torch 
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
+from headpool import kv_fields
 from headpool.errors import RequestError
 
 KV_HEADS = "num_key_value_heads"
@@ -73,7 +74,8 @@ class Family:
     projection's name, `rotary` how the dimensions of a head pair (None: no telling), `head_dim_read` whether
     the class heeds an explicit head_dim. `aliases` maps fields to the names under which the class stores
     them. `fused` says how queries, keys and values lie in one projection, None where each has its own;
-    `input_norm` is the norm before attention, inside the layer.
+    `input_norms` are the names that the norm before attention has inside the layer. `kv_rules` say how configs
+    hold the K/V-head count ("read") and are given another ("write") where no field of FIELDS does.
     """
 
     model_type: str
@@ -91,7 +93,8 @@ class Family:
     output: str
     head_dim_read: bool
     fused: FusedProjection | None = None
-    input_norm: str = "input_layernorm"
+    input_norms: tuple[str, ...] = ("input_layernorm",)
+    kv_rules: Mapping[str, Sequence[kv_fields.Rule]] | None = None
 
 
 @cache
@@ -105,29 +108,50 @@ def data() -> dict[str, Any]:
 
 
 @cache
+def fused_data() -> dict[str, Any]:
+    """What is told by hand of families with one projection for queries, keys and values; a test holds it against their
+    classes.
+    """
+    text = resources.files("headpool").joinpath("fused_families.json").read_text(encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+@cache
 def families() -> dict[str, Family]:
-    """Every family whose class has a K/V-head field at the top of its config, by model_type."""
-    return {name: family_from(name, entry) for name, entry in data()["families"].items()}
+    """Every family whose class has a K/V-head field at the top of its config, or is known to hold the count otherwise,
+    by model_type.
+    """
+    measured, fused = data()["families"], fused_data()
+    return {
+        name: family_from(name, measured.get(name, {}) | fused.get(name, {}), told=name in fused)
+        for name in sorted(measured.keys() | fused.keys())
+    }
 
 
-def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
-    """A family from its entry in the data."""
+def family_from(model_type: str, entry: Mapping[str, Any], *, told: bool = False) -> Family:
+    """A family from its entry in the data; what stood against it when it was measured is void where it was told."""
     tensors = entry.get("attention_tensors", {})
+    fused = FusedProjection(**entry["fused"]) if "fused" in entry else None
+    projections = PROJECTIONS if fused is None else (f"{fused.projection}.weight", f"{fused.projection}.bias")
     return Family(
         model_type=model_type,
         class_name=entry["class"],
-        reason=entry.get("reason"),
+        reason=None if told else entry.get("reason"),
         geometry=entry.get("geometry", True),
         defaults=entry["defaults"],
         aliases=entry.get("aliases", {}),
         window=entry.get("window"),
         layer_fields=entry.get("layer_fields", {}),
         attention=entry.get("attention", ""),
-        pooled=tuple(name for name, follows in tensors.items() if follows == "kv_heads" and name in PROJECTIONS),
+        pooled=tuple(name for name, follows in tensors.items() if follows == "kv_heads" and name in projections),
         attention_tensors=tensors,
         rotary=entry.get("rotary"),
         output=entry.get("output", "o_proj"),
         head_dim_read=entry.get("head_dim_read", True),
+        fused=fused,
+        input_norms=tuple(entry.get("input_norms", ("input_layernorm",))),
+        kv_rules=entry.get("kv_heads"),
     )
 
 
@@ -148,6 +172,8 @@ def get_kv_heads(config: Mapping[str, Any], family: Family) -> Any:
     """The config's K/V-head count, a list where it says one for each layer: that of the query heads where
     it is null.
     """
+    if family.kv_rules is not None:
+        return kv_fields.read(family.kv_rules["read"], config, partial(get, config, family))
     held = get(config, family, KV_HEADS)
     return get(config, family, "num_attention_heads") if held is None else held
 
@@ -248,9 +274,11 @@ def rotary_dims(config: Mapping[str, Any], family: Family, head_dim: int) -> int
 def kv_heads_fields(config: Mapping[str, Any], family: Family | None = None) -> dict[str, Any]:
     """Every top-level field of `config` that holds its K/V-head count, with its value.
 
-    Raises RequestError when two of them contradict each other.
+    Empty where they have rules of their own. Raises RequestError when two of them contradict each other.
     """
     family = family or find_family(config)
+    if family.kv_rules is not None:
+        return {}
     names = (family.aliases.get(KV_HEADS, KV_HEADS), KV_HEADS, *SYNONYMS)
     held = {name: config[name] for name in names if config.get(name) is not None}
     expected = get_kv_heads(config, family)
@@ -261,13 +289,23 @@ def kv_heads_fields(config: Mapping[str, Any], family: Family | None = None) -> 
     return held
 
 
+def can_hold(config: Mapping[str, Any], family: Family, kv_heads: int) -> bool:
+    """Whether the class of a config has a way to say that there are `kv_heads` K/V heads."""
+    if family.kv_rules is None or kv_heads == get_kv_heads(config, family):
+        return True
+    return kv_fields.refusal(family.kv_rules["write"], kv_heads, partial(get, config, family)) is None
+
+
 def kv_heads_changes(config: Mapping[str, Any], kv_heads: int) -> dict[str, Any]:
     """The top-level fields of a config, with their new values, that give it `kv_heads` K/V heads wherever it
     has more.
 
-    The family's own field is among them even where the config leaves it out.
+    The family's own field is among them even where the config leaves it out; a mapping changes within a nested
+    object. RequestError where the class cannot hold so many.
     """
     family = find_family(config)
+    if family.kv_rules is not None:
+        return kv_fields.changes(family.kv_rules["write"], kv_heads, config, partial(get, config, family))
 
     def fewer(value: Any) -> Any:
         if isinstance(value, bool):

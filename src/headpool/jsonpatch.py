@@ -11,7 +11,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 def patch_json(text: str, changes: Mapping[str, Any]) -> str:
     """`text`, a JSON object, with its top-level `changes` applied: a key that is there gets the new value in place, one
-    that is not becomes the object's first.
+    that is not becomes the object's first. A mapping changes within the object that is there.
 
     Everything else (order, indentation, the spelling of numbers, unknown keys) survives verbatim. Raises ValueError
     when `text` is no JSON object.
@@ -19,7 +19,9 @@ def patch_json(text: str, changes: Mapping[str, Any]) -> str:
     spans = _value_spans(text)
     for key in sorted(changes.keys() & spans.keys(), key=lambda key: -spans[key][0]):
         begin, end = spans[key]
-        text = text[:begin] + json.dumps(changes[key]) + text[end:]
+        change, held = changes[key], text[begin:end]
+        nested = isinstance(change, Mapping) and held.startswith("{")
+        text = text[:begin] + (patch_json(held, change) if nested else json.dumps(change)) + text[end:]
     new = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in changes.items() if key not in spans]
     if new:
         brace = text.index("{") + 1

@@ -110,7 +110,7 @@ def plan(
         raise RequestError("config.json has no max_position_embeddings; give a context")
     if context < 1 or batch < 1:
         raise RequestError(f"context {context} and batch {batch} must be 1 or more")
-    counts = geometry.options(layers)
+    counts = [count for count in geometry.options(layers) if families.can_hold(config, family, count)]
     if not counts:
         raise RequestError("no layer of the model keeps keys and values")
     widest = next(layer for layer in layers if layer.kind != "none" and layer.kv_heads == counts[0])
@@ -177,18 +177,19 @@ class _Weights:
 
 
 def _pooled_heads(shapes: Shapes, family: Family, layers: Sequence[Layer]) -> Iterator[tuple[int, str, int]]:
-    """For every tensor that pooling shrinks: its layer, its dtype and the elements of one head."""
+    """For every tensor that pooling shrinks: its layer, its dtype and the elements of one K/V head in it."""
     for name, (dtype, shape) in shapes.items():
         held = families.attention_tensor(family, name)
         if held and held.layer < len(layers) and held.suffix in family.pooled:
-            index = held.layer
-            rows = layers[index].kv_heads * layers[index].head_dim
+            index, layer = held.layer, layers[held.layer]
+            heads = layer.kv_heads if family.fused is None else layer.heads + 2 * layer.kv_heads
+            rows = heads * layer.head_dim
             if shape[0] != rows:
                 raise RequestError(
                     f"weights and config contradict each other: tensor {name!r} is {list(shape)}, "
                     f"the config gives it {rows} rows"
                 )
-            yield index, dtype, math.prod(shape) // layers[index].kv_heads
+            yield index, dtype, math.prod(shape) // heads * (1 if family.fused is None else 2)
 
 
 def _nbytes(dtype: str, elements: int) -> int:

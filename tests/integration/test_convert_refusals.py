@@ -216,7 +216,7 @@ def test_values_that_the_output_dtype_cannot_hold(copy: Path, tmp_path: Path) ->
         ({"model_type": "mamba"}, "mamba"),
         ({"model_type": "jamba"}, "jamba"),
         ({"model_type": "bloom"}, "bloom"),
-        ({"model_type": "phi3"}, "phi3.*separate"),
+        ({"model_type": "doge"}, "doge.*separate"),
         ({"model_type": "olmo2"}, "olmo2.*norm"),
         ({"model_type": "lama"}, "'lama'.*did you mean llama"),
         ({"model_type": "my_model", "auto_map": {"AutoConfig": "x.Y"}}, "remote code"),

@@ -45,7 +45,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mamba"}, "no num_attention_heads at its top"),
     ({"model_type": "jamba"}, "not attention over keys and values alone (transformers caches it in Linear"),
     ({"model_type": "falcon_h1"}, "LinearAttentionAndFullAttentionLayer"),
-    ({"model_type": "phi3"}, "qkv_proj.weight"),
     ({"model_type": "olmo2"}, "a norm spans all key heads (self_attn.k_norm.weight)"),
     ({"model_type": "t5"}, "encoder-decoder"),
     ({"model_type": "bart"}, "encoder-decoder"),
@@ -87,8 +86,11 @@ def test_every_refused_family_says_why_and_every_other_is_complete() -> None:
     assert all(family.reason for family in refused)
     for family in converting:
         assert family.geometry
-        assert {"k_proj.weight", "v_proj.weight"} <= set(family.pooled) <= set(families.PROJECTIONS)
         assert f"{family.output}.weight" in family.attention_tensors
+        if family.fused is not None:
+            assert {name.split(".")[0] for name in family.pooled} == {family.fused.projection}
+            continue
+        assert {"k_proj.weight", "v_proj.weight"} <= set(family.pooled) <= set(families.PROJECTIONS)
         assert family.attention_tensors["q_proj.weight"] == "heads"
         assert family.attention.count("{}") == 1
 

@@ -43,3 +43,10 @@ def test_a_new_key_takes_the_indentation_of_its_neighbours() -> None:
 def test_refuses_what_is_no_object(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected|Expecting"):
         patch_json(text, {"a": 2})
+
+
+def test_a_mapping_changes_within_the_object_that_is_there() -> None:
+    text = '{"a": {"x": 1.50, "y": {"z":  null}}, "b": 2}'
+    assert patch_json(text, {"a": {"x": 3, "new": 4}}) == '{"a": {"new": 4,"x": 3, "y": {"z":  null}}, "b": 2}'
+    assert patch_json(text, {"a": {"y": {"z": 5}}}) == '{"a": {"x": 1.50, "y": {"z":  5}}, "b": 2}'
+    assert json.loads(patch_json(text, {"b": {"x": 3}})) == {"a": {"x": 1.5, "y": {"z": None}}, "b": {"x": 3}}

@@ -16,8 +16,8 @@ FOLDERS = {name: ROOT / folder for name, folder in CONFIG["package-dir"].items()
 
 BASE = {
     "errors", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint", "destination",
-    "hub", "progress", "drawing", "plots", "text", "score", "recipe", "sections", "check", "rounding", "loading",
-    "tensors", "__init__",
+    "hub", "kv_fields", "progress", "drawing", "plots", "text", "score", "recipe", "sections", "check", "rounding",
+    "loading", "tensors", "__init__",
 }  # fmt: skip
 LEVELS = {"convert": 1, "uptrain": 1, "eval": 1, "launch": 2, "pipeline": 3, "cli": 4, "__main__": 5}
 """What may import what: a module imports from its own part or from lower levels. The base is level 0."""

@@ -127,7 +127,7 @@ def test_windows_bound_the_saving(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "phi3"}, "qkv_proj.weight"),
+        ({"model_type": "doge"}, "dt_proj.weight"),
         ({"model_type": "olmo2"}, "a norm spans all key heads"),
         (llama(quantization_config={"quant_method": "awq"}), "quantized (awq)"),
     ],
@@ -231,6 +231,6 @@ def test_plan_as_json_and_as_a_table(tmp_path: Path) -> None:
     assert "cache: 1 x 128 tokens" in shown
     assert "12 *" in shown
     assert "tuned for group sizes 1, 2, 4, 8" in shown
-    refused = planning.plan(write(tmp_path / "m", {"model_type": "phi3"}))
+    refused = planning.plan(write(tmp_path / "m", {"model_type": "doge"}))
     console.print(planning.plan_table(refused))
     assert "does not convert this model" in console.export_text()

@@ -1,0 +1,97 @@
+"""What is told of families with fused projections is what transformers' classes say."""
+
+import inspect
+import json
+from typing import Any
+
+import fused
+import pytest
+import tiny
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from headpool import families, geometry
+
+
+def model(model_type: str) -> Any:
+    _, own, full, _ = next(kind for kind in fused.KINDS.values() if kind[0] == model_type)
+    return tiny.model(model_type, **own, **full)
+
+
+@pytest.mark.parametrize("model_type", families.fused_data())
+def test_defaults_are_those_of_the_class(model_type: str) -> None:
+    told = families.fused_data()[model_type]
+    parameters = inspect.signature(CONFIG_MAPPING[model_type].__init__).parameters
+    for field, default in told.get("defaults", {}).items():
+        own = told["aliases"].get(field, field) if "aliases" in told else field
+        if own in parameters:
+            assert parameters[own].default == default, field
+    aliases = {name: own for name, own in CONFIG_MAPPING[model_type].attribute_map.items() if name in families.FIELDS}
+    assert told.get("aliases", {}) == aliases
+
+
+@pytest.mark.parametrize("model_type", families.fused_data())
+def test_attention_tensors_are_those_of_the_class(model_type: str) -> None:
+    family = families.families()[model_type]
+    built = model(model_type)
+    assert type(built).__name__ == family.class_name
+    held = {name: families.attention_tensor(family, name) for name in built.state_dict()}
+    stem = family.attention.partition("{}")[0]
+    found = [one for one in held.values() if one and one.stem == stem]
+    assert {one.suffix for one in found} == set(family.attention_tensors)
+    assert {one.layer for one in found} == {0, 1}
+    norms = {f"{stem}0.{norm}.weight" for norm in family.input_norms} & set(built.state_dict())
+    assert len(norms) == 1
+    arrived = []
+    built.get_submodule(norms.pop().removesuffix(".weight")).register_forward_hook(lambda *_: arrived.append("norm"))
+    attention = built.get_submodule(family.attention.format(0))
+    attention.register_forward_pre_hook(lambda *_: arrived.append("attention"))
+    with torch.no_grad():
+        built(torch.arange(3, 15)[None])
+    assert arrived == ["norm", "attention"], "the norm is right before the attention"
+
+
+def test_every_family_that_was_refused_for_a_fused_projection_is_told_of() -> None:
+    fused_before = {
+        name
+        for name, entry in json.loads((tiny.ROOT / "src/headpool/class_defaults.json").read_text())["families"].items()
+        if "qkv" in entry.get("reason", "")
+    }
+    assert fused_before <= set(families.fused_data())
+    assert all(hasattr(transformers, one["class"]) for one in families.fused_data().values())
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["12", "fewer"])
+@pytest.mark.parametrize("name", fused.KINDS)
+def test_layers_are_those_of_the_cache(name: str, *, grouped: bool) -> None:
+    """But for Falcon's new decoder architecture: its class caches the keys of a group once for each query head."""
+    model_type, own, full, less = fused.KINDS[name]
+    built = tiny.model(model_type, **{**own, **(less if grouped else full)})
+    layers = geometry.layers(built.config.to_dict())
+    assert [layer.kv_heads for layer in layers] == [fused.fewer(name) if grouped else fused.HEADS] * 2
+    with torch.no_grad():
+        cached = built(torch.arange(3, 15)[None], use_cache=True).past_key_values.layers
+    shapes = {tuple(one.keys.shape[1::2]) for one in cached} | {tuple(one.values.shape[1::2]) for one in cached}
+    repeats = model_type == "falcon" and built.config.new_decoder_architecture
+    assert shapes == {(fused.HEADS if repeats else layers[0].kv_heads, fused.HEAD_DIM)}
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_heads"),
+    [
+        ({"model_type": "falcon"}, 1),
+        ({"model_type": "falcon", "num_attention_heads": 8, "multi_query": True, "num_kv_heads": 8}, 1),
+        ({"model_type": "falcon", "num_attention_heads": 8, "multi_query": False}, 8),
+        ({"model_type": "falcon", "num_attention_heads": 8, "new_decoder_architecture": True}, 8),
+        ({"model_type": "falcon", "num_attention_heads": 8, "new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ({"model_type": "gpt_bigcode"}, 1),
+        ({"model_type": "gpt_bigcode", "n_head": 16, "n_embd": 64, "multi_query": False}, 16),
+        ({"model_type": "dbrx"}, 1),
+        ({"model_type": "dbrx", "attn_config": {"kv_n_heads": 8}}, 8),
+        ({"model_type": "dbrx", "attn_config": None}, 1),
+    ],
+)
+def test_counts_are_read_as_the_class_reads_them(config: dict[str, Any], kv_heads: int) -> None:
+    config = {"hidden_size": 64, **config} if config["model_type"] == "falcon" and len(config) > 1 else config
+    assert {layer.kv_heads for layer in geometry.layers(config)} == {kv_heads}
