@@ -21,6 +21,9 @@ from headpool.tensors import read_tensor
 EVERY = 4
 """One query in so many is looked at when moments are gathered."""
 
+SHARE, PER_DIMENSION = 4, 32
+"""Values of groups are averaged on one window in so many, and on so many tokens for each dimension at least."""
+
 
 @dataclass
 class Figures:
@@ -49,10 +52,18 @@ def share_on_text(plan: Plan, layer: Layer, kv_heads: int, *, search: bool) -> t
     weights, moments, figures = _grouped(layer.index, weights, moments, kv_heads, search=search)
     averaged = GroupObserver(figures.partition)
     with observing(layer.attention, averaged, every=EVERY):
-        for block in layer.blocks():
+        for block in layer.blocks(_sample(layer)):
             block.through(layer.attention)
     shared = share_keys(weights, kv_heads, moments)
     return share_values(shared, kv_heads, *averaged.moments(), fold_mean=folds(weights)), figures
+
+
+def _sample(layer: Layer) -> slice:
+    """The windows from which groups' values are known well enough: some, and many tokens for each dimension of them."""
+    count, tokens = layer.walk.tokens_NT.shape
+    own = layer.walk.stock.layout.layers[layer.index]
+    enough = -(-PER_DIMENSION * own.kv_heads * own.head_dim // tokens)
+    return slice(0, min(count, max(enough, -(-count // SHARE))))
 
 
 def share_without_text(
