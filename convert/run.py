@@ -18,6 +18,7 @@ from headpool.checkpoint import PROVENANCE, Source, open_source
 from headpool.convert.aligned.options import Alignment, Prediction
 from headpool.convert.plan import Plan, plan_conversion
 from headpool.convert.shards import Progress, write_headers, write_tensors
+from headpool.convert.transcode.plan import Transcript, transcribe, work_directory
 from headpool.destination import check_destination, check_space, staged
 from headpool.errors import HeadpoolError, RequestError
 
@@ -34,7 +35,7 @@ class Conversion:
 
     `layers`: what method aligned found of each; `predictions` and `estimate`: what a dry run of it tells.
     `peak_rss_bytes` is the operating system's figure for the larger of this process and its check. `copied` says that
-    the source had `kv_heads` K/V heads already.
+    the source had `kv_heads` K/V heads already, `transcoded` the model types that it went "from" and "to", if any.
     """
 
     output: str
@@ -43,6 +44,7 @@ class Conversion:
     kv_heads: int
     pooled_tensors: int
     copied: bool
+    transcoded: dict[str, str] | None
     dry_run: bool
     output_bytes: int
     seconds: float
@@ -66,7 +68,11 @@ class Conversion:
 
     def _words(self) -> str:
         verb = "would write" if self.dry_run else "wrote"
-        what = "nothing to pool: a copy" if self.copied else f"method {self.method}"
+        what = f"method {self.method}"
+        if self.copied:
+            what = "nothing to pool" + ("" if self.transcoded else ": a copy")
+        if self.transcoded:
+            what = f"{self.transcoded['from']} as {self.transcoded['to']}, {what}"
         result = (
             f"{verb} {self.output}: {self.source_kv_heads} -> {self.kv_heads} K/V heads ({what}), "
             f"{self.pooled_tensors} tensors pooled, {self.output_bytes / 1e9:,.3f} GB in {self.seconds:.1f} s"
@@ -100,8 +106,10 @@ def convert_checkpoint(
     max_shard_size: int | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
+    transcode: bool = False,
     alignment: Alignment | None = None,
     progress: Progress = lambda done, total: None,
+    transcoding: Progress = lambda done, total: None,
 ) -> Conversion:
     """Convert `model`, a directory or a hub id, to `kv_heads` K/V heads per layer, into the new directory `out`.
 
@@ -111,8 +119,10 @@ def convert_checkpoint(
         seed: for method random, and for the order of calibration text.
         max_shard_size: bytes of tensors per file; None keeps the source's division.
         dry_run: plan and validate, write nothing.
+        transcode: where the model's own class cannot hold fewer K/V heads, write it as another that computes the same
+            function first (docs/transcoding.md).
         alignment: for method aligned; None aligns by the weights alone.
-        progress: called with the source bytes dealt with so far and in all.
+        progress: called with the source bytes dealt with so far and in all; transcoding: likewise, before.
 
     Raises:
         RequestError: the request is impossible or the source is not what it claims to be; nothing is written.
@@ -124,15 +134,17 @@ def convert_checkpoint(
         raise RequestError(f"{out} holds no checkpoint, and --overwrite replaces nothing else")
     source = open_source(model, revision)
     alignment = alignment or Alignment()
+    work = work_directory(out)
+    transcript = transcribe(source, work, wanted=transcode)
     plan = plan_conversion(
-        source,
+        source if transcript is None else transcript.planned,
         kv_heads=kv_heads,
         method=method,
-        dtype=dtype,
+        dtype=dtype if transcript is None else dtype or transcript.dtype,
         max_shard_size=max_shard_size,
         whole_layers=method == "aligned" and alignment.whole_layers,
     )
-    check_space(out, plan.nbytes)
+    check_space(out, plan.nbytes + (0 if transcript is None else transcript.nbytes))
     if not plan.method.aligned and (given := alignment.chosen()):
         raise RequestError(f"method {method} does without {', '.join(given)}, for method aligned only")
     if alignment.plot is not None and not (dry_run and alignment.calibration is not None):
@@ -141,14 +153,16 @@ def convert_checkpoint(
     predictions: Sequence[Prediction] = ()
     estimate: dict[str, Any] | None = None
     facts: dict[str, Any] = {}
-    if not dry_run:
-        with _prepared(plan, out, alignment, seed) as (prepared, facts):
-            warnings = _write(plan, out, facts, prepared, overwrite=overwrite, seed=seed, progress=progress)
-            warnings += _short_of_text(alignment, facts)
-    elif alignment.calibration is not None and plan.units:
-        from headpool.convert.aligned.predict import predict
+    predicts = dry_run and alignment.calibration is not None and bool(plan.units)
+    with _transcribed(transcript, work, transcoding) if predicts or not dry_run else contextlib.nullcontext():
+        if not dry_run:
+            with _prepared(plan, out, alignment, seed) as (prepared, facts):
+                warnings = _write(plan, out, facts, prepared, overwrite=overwrite, seed=seed, progress=progress)
+                warnings += _short_of_text(alignment, facts)
+        elif predicts:
+            from headpool.convert.aligned.predict import predict
 
-        predictions, estimate = predict(plan, alignment, seed)
+            predictions, estimate = predict(plan, alignment, seed)
     return Conversion(
         output=str(out),
         method=method,
@@ -156,6 +170,7 @@ def convert_checkpoint(
         kv_heads=kv_heads,
         pooled_tensors=len(plan.changed),
         copied=not plan.units,
+        transcoded=transcribed(plan),
         dry_run=dry_run,
         output_bytes=plan.nbytes,
         seconds=time.perf_counter() - begin,
@@ -165,6 +180,17 @@ def convert_checkpoint(
         predictions=tuple(predictions),
         estimate=estimate,
     )
+
+
+def _transcribed(
+    transcript: Transcript | None, work: Path, progress: Progress
+) -> contextlib.AbstractContextManager[None]:
+    """While the block runs, what the plan reads is there."""
+    if transcript is None:
+        return contextlib.nullcontext()
+    from headpool.convert.transcode.write import written
+
+    return written(transcript, work, progress)
 
 
 @contextlib.contextmanager
@@ -245,11 +271,19 @@ def _judge(report: Report, source: Source) -> tuple[str, ...]:
     return (f"the source itself does not fit its class ({original}); the result inherits that",)
 
 
+def transcribed(plan: Plan) -> dict[str, str] | None:
+    """The model types between which a conversion transcodes."""
+    if plan.source.origin is None:
+        return None
+    return {"from": plan.source.origin.config["model_type"], "to": plan.source.config["model_type"]}
+
+
 def provenance(plan: Plan, seed: int, facts: dict[str, Any]) -> dict[str, Any]:
     """headpool.json: what was done, from what, with which versions. It holds no time and no path of this machine.
 
     facts: what method aligned found: "options", and "layers" with the figures of each layer that it changed.
     """
+    source, to = plan.source.origin or plan.source, transcribed(plan)
     figures = {
         one["layer"]: {name: value for name, value in one.items() if name not in ("layer", "seconds")}
         for one in facts.get("layers", ())
@@ -259,11 +293,8 @@ def provenance(plan: Plan, seed: int, facts: dict[str, Any]) -> dict[str, Any]:
         "method": plan.method.name,
         "kv_heads": plan.kv_heads,
         "source_kv_heads": plan.source_kv_heads,
-        "source": {
-            "model": plan.source.name,
-            "revision": plan.source.revision,
-            "headers_sha256": plan.source.headers_sha256(),
-        },
+        "source": {"model": source.name, "revision": source.revision, "headers_sha256": source.headers_sha256()},
+        **({} if to is None else {"transcoded": to}),
         "options": {"seed": seed, "dtype": plan.output_dtype, "shards": len(plan.shards), **facts.get("options", {})},
         "versions": {"torch": metadata.version("torch"), "python": sys.version.split()[0]},
         "layers": [

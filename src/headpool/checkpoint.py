@@ -48,7 +48,8 @@ class Source:
     the commit of one that came from the hub.
 
     `shards` maps each weight file's name to its tensors in the order of their bytes; it is empty where there are no
-    weights and none were demanded.
+    weights and none were demanded. `origin` is the checkpoint that this one is written from as another class, None
+    where it is none.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Source:
     config_text: str
     config: Mapping[str, Any]
     shards: Mapping[str, tuple[TensorRecord, ...]]
+    origin: "Source | None" = None
 
     @cached_property
     def tensors(self) -> dict[str, TensorRecord]:

@@ -129,6 +129,12 @@ def convert(
     device: Annotated[str | None, typer.Option(help="For method aligned; default: a GPU where there is one.")] = None,
     plot: Annotated[Path | None, typer.Option(help="With --dry-run --calibration: a PNG of what is predicted.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the result; default: as the source.")] = None,
+    transcode: Annotated[
+        bool,
+        typer.Option(
+            "--transcode", help="Where its class cannot hold fewer K/V heads: as another of the same function, first."
+        ),
+    ] = False,
     revision: Revision = None,
     seed: Annotated[int, typer.Option(min=0, help="For method random, and for the order of calibration text.")] = 0,
     max_shard_size: Annotated[str | None, typer.Option(help="Such as 5GB; default: the source's division.")] = None,
@@ -136,7 +142,8 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate and plan, write nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a checkpoint to fewer K/V heads, shard by shard, into a checkpoint of the same stock class.
+    """Convert a checkpoint to fewer K/V heads, shard by shard, into a checkpoint of the same stock class; with
+    --transcode into one of another class that computes the same function, where its own cannot hold them.
 
     Example: headpool convert meta-llama/Llama-2-7b-hf llama-2-7b-gqa8 --kv-heads 8
     """
@@ -172,8 +179,10 @@ def convert(
             max_shard_size=parse_size(max_shard_size) if max_shard_size is not None else None,
             overwrite=overwrite,
             dry_run=dry_run,
+            transcode=transcode,
             alignment=alignment,
             progress=lambda done, total: progress("convert", done, total),
+            transcoding=lambda done, total: progress("transcode", done, total),
         )
     _show(result.describe(), result.to_dict(), as_json)
 

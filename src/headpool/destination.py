@@ -54,7 +54,7 @@ def staged(out: Path, *, overwrite: bool) -> Iterator[Path]:
     created = [one for one in (target.parent, *target.parent.parents) if not one.exists()]
     lock = None
     try:
-        with _reporting_os_errors(out):
+        with reporting_os_errors(out):
             target.parent.mkdir(parents=True, exist_ok=True)
             lock = _claim(staging, out)
             if replaced.exists() and not target.exists():  # killed between the two renames: it was not replaced yet
@@ -168,7 +168,7 @@ _REFUSALS = (
 
 
 @contextlib.contextmanager
-def _reporting_os_errors(out: Path) -> Iterator[None]:
+def reporting_os_errors(out: Path) -> Iterator[None]:
     """Turn the operating system's refusals into the one line that a user needs."""
     try:
         yield

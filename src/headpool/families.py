@@ -236,16 +236,23 @@ def refusal(config: Mapping[str, Any], family: Family, tensors: Iterable[str] = 
     other = next((kind for kind in config.get("layer_types") or () if kind not in ATTENTION_KINDS), None)
     if other is not None:
         return f"a hybrid: its layer_types hold {other!r}, and only attention layers are supported"
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if config.get(key):
-            held = config[key]
-            method = held.get("quant_method", key) if isinstance(held, Mapping) else key
-            return f"the weights are quantized ({method}); convert the unquantized checkpoint instead"
+    if (quantized := quantization(config)) is not None:
+        return quantized
     for name in tensors:
         held = attention_tensor(family, name)
         if held and family.attention_tensors.get(held.suffix) == "kv_heads" and held.suffix not in family.pooled:
             return f"tensor {name!r} spans all key/value heads, which is not supported yet"
     return family.reason
+
+
+def quantization(config: Mapping[str, Any]) -> str | None:
+    """That a config is of quantized weights, in words; None where it is not."""
+    for key in ("quantization_config", "compression_config", "quantization"):
+        if config.get(key):
+            held = config[key]
+            method = held.get("quant_method", key) if isinstance(held, Mapping) else key
+            return f"the weights are quantized ({method}); convert the unquantized checkpoint instead"
+    return None
 
 
 def _unreadable(config: Mapping[str, Any], model_type: str, family: Family | None) -> str | None:

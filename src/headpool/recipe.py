@@ -51,6 +51,9 @@ class ConvertSection(Section):
     heal_scope: Literal["layer", "attention"] = Field("layer", description="for aligned: what is healed")
     device: str | None = Field(None, description="for aligned; default: a GPU where there is one")
     dtype: Dtype | None = Field(None, description="dtype of the result; default: as the source")
+    transcode: bool = Field(
+        False, description="where its class cannot hold fewer K/V heads: as another of the same function, first"
+    )
     max_shard_size: Size | None = Field(None, description="such as 5GB; default: the source's division")
 
     @model_validator(mode="after")

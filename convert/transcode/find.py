@@ -1,0 +1,42 @@
+"""The transcoding for a config. Light: nothing here imports torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headpool import families
+from headpool.convert.transcode import gpt2, gptj, neox
+from headpool.convert.transcode.table import Transcoding
+from headpool.errors import RequestError
+
+TRANSCODINGS = (*neox.TRANSCODINGS, *gptj.TRANSCODINGS, *gpt2.TRANSCODINGS)
+
+
+def find(config: Mapping[str, Any]) -> Transcoding | str:
+    """How a model is written as one of a class that can hold fewer K/V heads, or the reason for which it is not."""
+    candidates = [one for one in TRANSCODINGS if one.source == config.get("model_type")]
+    if not candidates:
+        return "no stock class is known that computes the same function and can hold fewer K/V heads"
+    if (quantized := families.quantization(config)) is not None:
+        return quantized
+    chosen = next(one for one in candidates if one.applies(one.getter(config)))
+    reason = chosen.refusal(config)
+    return chosen if reason is None else reason
+
+
+def transcoding_of(config: Mapping[str, Any], *, wanted: bool) -> Transcoding | None:
+    """The transcoding without which a model cannot be converted; None where its own class can hold fewer K/V heads.
+
+    Raises RequestError where it is not `wanted` or there is none.
+    """
+    model_type = config.get("model_type")
+    if model_type not in {one.source for one in TRANSCODINGS}:
+        return None  # whether it converts is for families to say
+    found = find(config)
+    if isinstance(found, str):
+        raise RequestError(f"model_type {model_type!r}: its class cannot hold fewer K/V heads, nor another: {found}")
+    if not wanted:
+        raise RequestError(
+            f"model_type {model_type!r}: its class cannot hold fewer K/V heads; {found.host_class}, which computes the "
+            f"same function, can: --transcode (convert.transcode in a recipe) writes the model as one first"
+        )
+    return found
