@@ -48,12 +48,16 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Name → model_type, that of the host, what makes it."""
 
 
-def model(name: str, **changes: Any) -> Any:
-    """A random model of a kind, in float64 under sdpa: built in float32, so that tables of angles are what a float32
-    model has.
+def model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """A random model of a kind under sdpa, weights so large that attention is far from even. Built in float32, so that
+    tables of angles are what a float32 model has.
     """
     family, _, own = KINDS[name]
-    return tiny.model(family, **{"dtype": torch.float64, "attn_implementation": "sdpa", **own, **changes})
+    built = tiny.model(family, **{"attn_implementation": "sdpa", **own, **changes})
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.dim() == 1))
+    return built.to(dtype)
 
 
 def fewer(name: str) -> int:

@@ -94,10 +94,11 @@ def _named(text: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, "path": Path(text["path"]).name}
 
 
-def plan_uptraining(recipe: Recipe, *, world: int = 1, made: bool = True) -> Plan:
+def plan_uptraining(recipe: Recipe, *, world: int = 1, made: bool = True, start: Source | None = None) -> Plan:
     """Plan the uptrain section of a recipe for `world` processes.
 
     Without `made` neither weights nor the recipe's conversion need be there yet: for a dry run, and before a long one.
+    `start` is what will be converted where that is not the recipe's model as it is, but transcoded.
 
     Raises RequestError for what is impossible: no section, no converted checkpoint, sequences longer than the model's
     positions, a batch that cannot be divided, a teacher with another vocabulary or of another shape.
@@ -106,7 +107,7 @@ def plan_uptraining(recipe: Recipe, *, world: int = 1, made: bool = True) -> Pla
     if section is None:
         raise RequestError("the recipe has no uptrain section")
     root = Path(recipe.output)
-    source, config_text = _start(recipe, root, made=made)
+    source, config_text = _start(recipe, root, made=made, start=start)
     config = read_json_object(config_text.encode(), "config.json")
     family = families.family_of(config, source.tensors)
     positions = families.get(config, family, "max_position_embeddings")
@@ -134,18 +135,19 @@ def plan_uptraining(recipe: Recipe, *, world: int = 1, made: bool = True) -> Pla
     )
 
 
-def _start(recipe: Recipe, root: Path, *, made: bool) -> tuple[Source, str]:
+def _start(recipe: Recipe, root: Path, *, made: bool, start: Source | None) -> tuple[Source, str]:
     """What training starts from, and its config."""
     directory = root / "converted"
     if recipe.convert is None:
         source = open_source(recipe.model, recipe.revision, weights=made)
         return source, source.config_text
-    if made and directory.is_dir():
+    known_by_its_result = recipe.convert.transcode and start is None
+    if (made or known_by_its_result) and directory.is_dir():
         source = open_source(str(directory))
         return source, source.config_text
-    if made:
+    if made or known_by_its_result:
         raise RequestError(f"{directory} is not there: `headpool run` converts, and goes on to uptrain")
-    source = open_source(recipe.model, recipe.revision, weights=False)
+    source = start or open_source(recipe.model, recipe.revision, weights=False)
     geometry.regroup(geometry.layers(source.config), recipe.convert.kv_heads)  # refuses what does not divide
     changes = families.kv_heads_changes(source.config, recipe.convert.kv_heads)
     return source, patch_json(source.config_text, changes)

@@ -4,4 +4,4 @@ from headpool.convert.transcode.find import find, transcoding_of
 from headpool.convert.transcode.plan import Transcript, plan_transcoding, transcribe
 from headpool.convert.transcode.table import Transcoding
 
-__all__ = ["Transcoding", "Transcript", "find", "plan_transcoding", "transcribe", "transcoding_of"]
+__all__ = ["Transcoding", "Transcript", "find", "plan_transcoding", "transcoding_of", "transcribe"]

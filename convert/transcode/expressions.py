@@ -105,9 +105,7 @@ class FoldedBias:
     shift: "Expression"
 
 
-Expression = (
-    Held | Filled | Part | HalfSplit | Transposed | ByHead | Beyond | LessOne | ByDepth | Folded | FoldedBias
-)
+Expression = Held | Filled | Part | HalfSplit | Transposed | ByHead | Beyond | LessOne | ByDepth | Folded | FoldedBias
 
 
 def parts(expression: Expression) -> Iterator[Any]:

@@ -10,6 +10,9 @@ from headpool.errors import RequestError
 
 TRANSCODINGS = (*neox.TRANSCODINGS, *gptj.TRANSCODINGS, *gpt2.TRANSCODINGS)
 
+SOURCES = frozenset(one.source for one in TRANSCODINGS)
+"""The model types that it takes a transcoding to convert."""
+
 
 def find(config: Mapping[str, Any]) -> Transcoding | str:
     """How a model is written as one of a class that can hold fewer K/V heads, or the reason for which it is not."""
@@ -29,7 +32,7 @@ def transcoding_of(config: Mapping[str, Any], *, wanted: bool) -> Transcoding | 
     Raises RequestError where it is not `wanted` or there is none.
     """
     model_type = config.get("model_type")
-    if model_type not in {one.source for one in TRANSCODINGS}:
+    if model_type not in SOURCES:
         return None  # whether it converts is for families to say
     found = find(config)
     if isinstance(found, str):

@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from headpool.convert.transcode.expressions import Beyond, ByDepth, ByHead, Expression, Held, Part, Row, Shape, Transposed
+from headpool.convert.transcode.expressions import (
+    Beyond,
+    ByDepth,
+    ByHead,
+    Expression,
+    Held,
+    Part,
+    Row,
+    Shape,
+    Transposed,
+)
 from headpool.convert.transcode.gptj import width
 from headpool.convert.transcode.table import Transcoding
 

@@ -22,8 +22,8 @@ def held(name: str, *shape: str) -> Held:
 
 def width(get: Get) -> int:
     """Of the MLP."""
-    inner = get("n_inner")
-    return 4 * get("n_embd") if inner is None else inner
+    inner: int | None = get("n_inner")
+    return 4 * int(get("n_embd")) if inner is None else inner
 
 
 def _factor(get: Get) -> float:

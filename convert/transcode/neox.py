@@ -150,7 +150,7 @@ _CONFIG = {
 
 
 def _full(get: Get) -> bool:
-    return rotary_dims(get) == get("hidden_size") // get("num_attention_heads")
+    return bool(rotary_dims(get) == get("hidden_size") // get("num_attention_heads"))
 
 
 _COMMON: dict[str, Any] = {

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from headpool import geometry
 from headpool.checkpoint import Source
 from headpool.convert.transcode.expressions import (
     ByDepth,
@@ -21,7 +22,7 @@ from headpool.convert.transcode.expressions import (
     Shape,
     parts,
 )
-from headpool.convert.transcode.find import transcoding_of
+from headpool.convert.transcode.find import SOURCES, transcoding_of
 from headpool.convert.transcode.table import Get, Transcoding
 from headpool.errors import RequestError
 from headpool.headers import BITS, FLOAT_DTYPES, FLOATS, TensorRecord, weight_files
@@ -85,6 +86,8 @@ def transcribe(source: Source, directory: Path, *, wanted: bool) -> Transcript |
 
     Raises RequestError where it is not `wanted`, where there is none, and as `plan_transcoding` does.
     """
+    if source.config.get("model_type") in SOURCES:
+        geometry.layers(source.config)  # a config that contradicts itself says nothing
     transcoding = transcoding_of(source.config, wanted=wanted)
     return None if transcoding is None else plan_transcoding(transcoding, source, directory)
 
@@ -153,9 +156,6 @@ class _Tensors:
         if "positions" in transcoding.names:
             positions = transcoding.number("positions", self.get)
             self.sizes |= {"P": positions, "P+2": positions + 2}
-        for name, size in self.sizes.items():
-            if type(size) is not int or size < 1:
-                raise RequestError(f"config.json: {size!r} cannot be the size {name} of {transcoding.source}")
 
     def shape(self, letters: Shape) -> tuple[int, ...]:
         return tuple(self.sizes[one] for one in letters)
@@ -211,9 +211,7 @@ def _width(dtype: str) -> tuple[int, bool]:
     return BITS[dtype], dtype == "BF16"
 
 
-def _file(
-    path: Path, group: list[tuple[Row, int | None, str]], tensors: _Tensors
-) -> tuple[bytes, tuple[Target, ...]]:
+def _file(path: Path, group: list[tuple[Row, int | None, str]], tensors: _Tensors) -> tuple[bytes, tuple[Target, ...]]:
     """One file's header and its tensors, wider elements first, so that each is aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     placed: list[tuple[Row, int | None, TensorRecord]] = []

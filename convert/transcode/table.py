@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headpool.convert.transcode.expressions import Row
+from headpool.errors import RequestError
 
 Get = Callable[[str], Any]
 """What a source's config holds for a field, or its class's default."""
@@ -21,8 +22,9 @@ Condition = tuple[Callable[[Get], bool], str]
 class Transcoding:
     """From class `source` to class `host`, both by model_type.
 
-    names: the source's own names for hidden_size, num_attention_heads, num_hidden_layers, vocab_size and the MLP's
-    width (a function where it follows from others). prefix: what its tensors' names begin with, which checkpoints of
+    names: the source's own names for hidden_size, num_attention_heads, num_hidden_layers, vocab_size, the MLP's "width"
+    and the learned "positions" if any (a function where one follows from others). config: the host's fields, each a
+    field of the source or a function. prefix: what the names of the source's tensors begin with, which checkpoints of
     bare models lack; renamed: other names that its checkpoints use, by those in `rows`; buffers: a pattern of what old
     checkpoints carry and no class reads. rotary: the number of dimensions of a head that rotate.
     """
@@ -45,9 +47,15 @@ class Transcoding:
         return lambda name: config[name] if name in config else self.defaults.get(name)
 
     def number(self, name: str, get: Get) -> int:
-        """hidden_size, num_attention_heads, num_hidden_layers, vocab_size or the MLP's width ("width")."""
+        """hidden_size, num_attention_heads, num_hidden_layers, vocab_size, the MLP's width ("width") or the number of
+        learned "positions". RequestError where the config's is no count.
+        """
         own = self.names[name]
-        return get(own) if isinstance(own, str) else own(get)
+        count = get(own) if isinstance(own, str) else own(get)
+        if type(count) is not int or count < 1:
+            field = own if isinstance(own, str) else name
+            raise RequestError(f"config.json: {field} must be a whole number of 1 or more, found {count!r}")
+        return count
 
     def refusal(self, config: Mapping[str, Any]) -> str | None:
         """Why this config's model is not the same function in the host class; None where it is."""

@@ -108,11 +108,11 @@ def data() -> dict[str, Any]:
 
 
 @cache
-def fused_data() -> dict[str, Any]:
-    """What is told by hand of families with one projection for queries, keys and values; a test holds it against their
-    classes.
+def told() -> dict[str, Any]:
+    """What is told by hand of families, over what was measured: one projection for queries, keys and values, and counts
+    of K/V heads in fields of their own. A test holds it against their classes.
     """
-    text = resources.files("headpool").joinpath("fused_families.json").read_text(encoding="utf-8")
+    text = resources.files("headpool").joinpath("told_families.json").read_text(encoding="utf-8")
     loaded: dict[str, Any] = json.loads(text)
     return loaded
 
@@ -120,24 +120,22 @@ def fused_data() -> dict[str, Any]:
 @cache
 def families() -> dict[str, Family]:
     """Every family whose class has a K/V-head field at the top of its config, or is known to hold the count otherwise,
-    by model_type.
+    by model_type. What stood against one when it was measured is void where it is told of.
     """
-    measured, fused = data()["families"], fused_data()
-    return {
-        name: family_from(name, measured.get(name, {}) | fused.get(name, {}), told=name in fused)
-        for name in sorted(measured.keys() | fused.keys())
-    }
+    measured = data()["families"]
+    entries = measured | {name: measured.get(name, {}) | {"reason": None} | entry for name, entry in told().items()}
+    return {name: family_from(name, entries[name]) for name in sorted(entries)}
 
 
-def family_from(model_type: str, entry: Mapping[str, Any], *, told: bool = False) -> Family:
-    """A family from its entry in the data; what stood against it when it was measured is void where it was told."""
+def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
+    """A family from its entry in the data."""
     tensors = entry.get("attention_tensors", {})
     fused = FusedProjection(**entry["fused"]) if "fused" in entry else None
     projections = PROJECTIONS if fused is None else (f"{fused.projection}.weight", f"{fused.projection}.bias")
     return Family(
         model_type=model_type,
         class_name=entry["class"],
-        reason=None if told else entry.get("reason"),
+        reason=entry.get("reason"),
         geometry=entry.get("geometry", True),
         defaults=entry["defaults"],
         aliases=entry.get("aliases", {}),

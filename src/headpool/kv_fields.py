@@ -1,6 +1,6 @@
 """K/V-head counts that configs hold in ways of their own: under another name, nested, or as a switch for one head.
 
-The rules are data of a family (`kv_heads` in fused_families.json): lists of which the first that applies is taken.
+The rules are data of a family (`kv_heads` in told_families.json): lists of which the first that applies is taken.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -108,18 +108,21 @@ def run_recipe(recipe: Recipe, *, fresh: bool = False) -> RunResult:
 def _check(recipe: Recipe) -> None:
     """Refuse what a later stage would refuse only after an earlier one has worked for long."""
     from headpool.convert.plan import plan_conversion
+    from headpool.convert.transcode import transcribe
 
-    source = open_source(recipe.model, recipe.revision)
+    source = start = open_source(recipe.model, recipe.revision)
     if (section := recipe.convert) is not None:
         check_destination(Path(recipe.output) / "converted", overwrite=True, source=source.directory)
-        plan_conversion(source, kv_heads=section.kv_heads, method=section.method, dtype=section.dtype)
+        transcript = transcribe(source, Path(recipe.output) / "work", wanted=section.transcode)
+        start = source if transcript is None else transcript.planned
+        plan_conversion(start, kv_heads=section.kv_heads, method=section.method, dtype=section.dtype)
         if section.calibration is not None:
             read_documents(section.calibration, section.text_column)
     if recipe.uptrain is not None:
         from headpool.uptrain.inputs import open_inputs
         from headpool.uptrain.plan import plan_uptraining
 
-        open_inputs(plan_uptraining(recipe, made=False))
+        open_inputs(plan_uptraining(recipe, made=False, start=start))
     if recipe.eval is not None:
         _check_eval(recipe, recipe.eval, source)
 
@@ -239,12 +242,14 @@ def _convert(recipe: Recipe, out: Path, work: Path) -> None:
             kv_heads=section.kv_heads,
             method=section.method,
             dtype=section.dtype,
+            transcode=section.transcode,
             max_shard_size=parse_size(section.max_shard_size) if section.max_shard_size else None,
             revision=recipe.revision,
             seed=recipe.seed,
             overwrite=True,
             alignment=alignment,
             progress=lambda done, total: progress("convert", done, total),
+            transcoding=lambda done, total: progress("transcode", done, total),
         )
 
 

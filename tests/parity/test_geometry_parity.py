@@ -20,7 +20,7 @@ KNOWN = tuple(
     and (name in NAMED or transformers.__version__ == families.data()["transformers"])
 )
 """On a version of transformers other than the measured one only the families that are tested by name. Those that hold
-the count in a way of their own are in test_fused_families.py.
+the count in a way of their own are in test_told_families.py.
 """
 
 CONVERTING = tuple(

@@ -41,7 +41,8 @@ def test_what_the_other_attention_tensors_follow() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "deepseek_v3"}, "multi-head latent attention (MLA)"),
-    ({"model_type": "gpt2"}, "no num_key_value_heads at its top"),
+    ({"model_type": "bloom"}, "no num_key_value_heads at its top"),
+    ({"model_type": "gpt2"}, "--transcode"),
     ({"model_type": "mamba"}, "no num_attention_heads at its top"),
     ({"model_type": "jamba"}, "not attention over keys and values alone (transformers caches it in Linear"),
     ({"model_type": "falcon_h1"}, "LinearAttentionAndFullAttentionLayer"),

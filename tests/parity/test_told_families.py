@@ -1,4 +1,4 @@
-"""What is told of families with fused projections is what transformers' classes say."""
+"""What is told of families by hand is what transformers' classes say."""
 
 import inspect
 import json
@@ -19,9 +19,9 @@ def model(model_type: str) -> Any:
     return tiny.model(model_type, **own, **full)
 
 
-@pytest.mark.parametrize("model_type", families.fused_data())
+@pytest.mark.parametrize("model_type", families.told())
 def test_defaults_are_those_of_the_class(model_type: str) -> None:
-    told = families.fused_data()[model_type]
+    told = families.told()[model_type]
     parameters = inspect.signature(CONFIG_MAPPING[model_type].__init__).parameters
     for field, default in told.get("defaults", {}).items():
         own = told["aliases"].get(field, field) if "aliases" in told else field
@@ -31,7 +31,7 @@ def test_defaults_are_those_of_the_class(model_type: str) -> None:
     assert told.get("aliases", {}) == aliases
 
 
-@pytest.mark.parametrize("model_type", families.fused_data())
+@pytest.mark.parametrize("model_type", [name for name, one in families.families().items() if one.fused])
 def test_attention_tensors_are_those_of_the_class(model_type: str) -> None:
     family = families.families()[model_type]
     built = model(model_type)
@@ -58,8 +58,8 @@ def test_every_family_that_was_refused_for_a_fused_projection_is_told_of() -> No
         for name, entry in json.loads((tiny.ROOT / "src/headpool/class_defaults.json").read_text())["families"].items()
         if "qkv" in entry.get("reason", "")
     }
-    assert fused_before <= set(families.fused_data())
-    assert all(hasattr(transformers, one["class"]) for one in families.fused_data().values())
+    assert fused_before <= set(families.told())
+    assert all(hasattr(transformers, one["class"]) for one in families.told().values())
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["12", "fewer"])
@@ -86,12 +86,19 @@ def test_layers_are_those_of_the_cache(name: str, *, grouped: bool) -> None:
         ({"model_type": "falcon", "num_attention_heads": 8, "new_decoder_architecture": True}, 8),
         ({"model_type": "falcon", "num_attention_heads": 8, "new_decoder_architecture": True, "num_kv_heads": 2}, 2),
         ({"model_type": "gpt_bigcode"}, 1),
-        ({"model_type": "gpt_bigcode", "n_head": 16, "n_embd": 64, "multi_query": False}, 16),
+        ({"model_type": "gpt_bigcode", "n_head": 16, "n_embd": 128, "multi_query": False}, 16),
+        ({"model_type": "gpt_neox", "num_attention_heads": 8}, 8),
+        ({"model_type": "gptj"}, 16),
+        ({"model_type": "codegen", "n_head": 4}, 4),
+        ({"model_type": "gpt2"}, 12),
+        ({"model_type": "opt"}, 12),
         ({"model_type": "dbrx"}, 1),
         ({"model_type": "dbrx", "attn_config": {"kv_n_heads": 8}}, 8),
         ({"model_type": "dbrx", "attn_config": None}, 1),
     ],
 )
 def test_counts_are_read_as_the_class_reads_them(config: dict[str, Any], kv_heads: int) -> None:
-    config = {"hidden_size": 64, **config} if config["model_type"] == "falcon" and len(config) > 1 else config
+    sized = "n_embd" if config["model_type"] in ("gptj", "codegen", "gpt2") else "hidden_size"
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    config = config | ({} if heads is None else {sized: 8 * heads})
     assert {layer.kv_heads for layer in geometry.layers(config)} == {kv_heads}

@@ -1,0 +1,403 @@
+"""`convert --transcode`: another class, the same function, to the last bits of float64; then pooled like any other."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import transcoded
+import transformers
+from torch import Tensor
+from transcoded import HEADS, KINDS
+
+from headpool.convert.aligned.options import Alignment
+from headpool.convert.run import Conversion, convert_checkpoint
+from headpool.convert.transcode import find
+from headpool.convert.transcode.find import TRANSCODINGS
+from headpool.errors import RequestError
+from headpool.text import read_documents
+
+pytestmark = pytest.mark.usefixtures("quick_check")
+
+HEAD_DIM = 8
+
+
+def convert(source: Path, out: Path, kv_heads: int = HEADS, **options: Any) -> Conversion:
+    return convert_checkpoint(str(source), out, kv_heads=kv_heads, transcode=True, **options)
+
+
+def facts(out: Path) -> dict[str, Any]:
+    held: dict[str, Any] = json.loads((out / "headpool.json").read_text())
+    return held
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_host_computes_the_same_function(tmp_path: Path, name: str) -> None:
+    model_type, host, _ = KINDS[name]
+    model = transcoded.model(name)
+    source = transcoded.saved(tmp_path / "source", model)
+    result = convert(source, tmp_path / "out")
+    assert result.transcoded == {"from": model_type, "to": host} == facts(tmp_path / "out")["transcoded"]
+    assert result.warnings == ()
+    made = tiny.load(tmp_path / "out")
+    assert made.config.model_type == host
+    expected, found = tiny.logits(model), tiny.logits(made)
+    assert expected.std() > 0.5
+    assert (found - expected).abs().max() < 1e-10
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+def mean_heads(rows: Tensor, kv_heads: int) -> Tensor:
+    """Each group's mean, in the place of every head of it."""
+    heads = rows.numpy().reshape(kv_heads, HEADS // kv_heads, HEAD_DIM, -1)
+    return torch.from_numpy(np.broadcast_to(heads.mean(1, keepdims=True), heads.shape).reshape(rows.shape).copy())
+
+
+def overwrite_heads(model: Any, kv_heads: int) -> None:
+    """In an MHA model of a host class: K/V heads become their group's mean."""
+    for name, parameter in model.named_parameters():
+        if any(f".{part}_proj." in name for part in "kv"):
+            parameter.data = mean_heads(parameter.data, kv_heads)
+        elif ".c_attn." in name:  # query, key, value of each head in turn
+            parts = parameter.data.view(HEADS, 3, HEAD_DIM, -1).clone()
+            for part in (1, 2):
+                averaged = mean_heads(parts[:, part].reshape(HEADS * HEAD_DIM, -1), kv_heads)
+                parts[:, part] = averaged.view(HEADS, HEAD_DIM, -1)
+            parameter.data = parts.view(parameter.shape)
+
+
+@pytest.mark.parametrize("name", ["pythia", "redpajama", "sequential, partial rotary", "codegen", "gpt2", "opt"])
+def test_pooled_is_the_host_with_averaged_heads(tmp_path: Path, name: str) -> None:
+    kv_heads = transcoded.fewer(name)
+    source = transcoded.saved(tmp_path / "source", transcoded.model(name))
+    convert(source, tmp_path / "whole")
+    convert(source, tmp_path / "out", kv_heads)
+    whole, out = tiny.load(tmp_path / "whole"), tiny.load(tmp_path / "out")
+    before = tiny.logits(whole)
+    overwrite_heads(whole, kv_heads)
+    expected = tiny.logits(whole)
+    assert (tiny.logits(out) - expected).abs().max() < 1e-10
+    assert (before - expected).abs().max() > 0.1, "pooling must show"
+    prompt = torch.arange(3, 15)[None]
+    runs = [out.generate(prompt, max_new_tokens=8, do_sample=False, use_cache=cache) for cache in (True, False)]
+    assert torch.equal(*runs)
+
+
+def test_folded_numbers_are_rounded_once(tmp_path: Path) -> None:
+    """Folding and averaging in float64, and one rounding to float16, which NumPy does at once."""
+    source = transcoded.saved(tmp_path / "source", transcoded.model("pythia", torch.float16))
+    convert(source, tmp_path / "whole")
+    convert(source, tmp_path / "out", 4)
+    old = {name: tensor.numpy() for name, tensor in tiny.tensors(source).items()}
+    layer = "gpt_neox.layers.1."
+    gain, shift = (old[f"{layer}input_layernorm.{one}"].astype(np.float64) for one in ("weight", "bias"))
+    qkv = old[f"{layer}attention.query_key_value.weight"].astype(np.float64).reshape(HEADS, 3, HEAD_DIM, 96)
+    bias = old[f"{layer}attention.query_key_value.bias"].astype(np.float64).reshape(HEADS, 3, HEAD_DIM)
+    for index, part in enumerate("qkv"):
+        weight = qkv[:, index] * gain
+        moved = bias[:, index] + np.array([head @ shift for head in qkv[:, index]])
+        for folder, pooled in (("whole", False), ("out", part != "q")):
+            made = tiny.tensors(tmp_path / folder)
+            name = f"model.layers.1.self_attn.{part}_proj"
+            w, b = (x.reshape(4, 3, *x.shape[1:]).sum(1) / 3 if pooled else x for x in (weight, moved))
+            assert np.array_equal(made[f"{name}.weight"].numpy(), w.reshape(-1, 96).astype(np.float16))
+            np.testing.assert_allclose(made[f"{name}.bias"].numpy(), b.reshape(-1), rtol=2**-10)
+    after = tiny.tensors(tmp_path / "out")
+    assert {tensor.dtype for tensor in after.values()} == {torch.float16}
+    assert np.array_equal(after["model.embed_tokens.weight"].numpy(), old["gpt_neox.embed_in.weight"])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float16"
+    assert facts(tmp_path / "out")["source_kv_heads"] == 12
+
+
+def test_another_dtype_may_be_asked_for(tmp_path: Path) -> None:
+    source = transcoded.saved(tmp_path / "source", transcoded.model("pythia", torch.float32))
+    convert(source, tmp_path / "out", 4, dtype="bfloat16")
+    assert {tensor.dtype for tensor in tiny.tensors(tmp_path / "out").values()} == {torch.bfloat16}
+    assert tiny.stock_model(tmp_path / "out").config.dtype is not None
+
+
+OLD: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "pythia": (
+        "gpt_neox.layers.{}.attention.",
+        {"lm_head.weight": "embed_out.weight"},
+        {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9),
+         "rotary_emb.inv_freq": torch.ones(1)},
+    ),
+    "gpt2": (
+        "h.{}.attn.", {"transformer.": ""},
+        {"bias": torch.ones(1, 1, 8, 8), "masked_bias": torch.tensor(-1e4)},
+    ),
+    "codegen": ("transformer.h.{}.attn.", {}, {"causal_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}),
+}  # fmt: skip
+"""What old checkpoints name otherwise, and the buffers that they carry."""
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_old_checkpoints_have_other_names_and_buffers(tmp_path: Path, name: str) -> None:
+    where, renamed, buffers = OLD[name]
+    model = transcoded.model(name)
+    source = transcoded.saved(tmp_path / "source", model)
+    changes: dict[str, Tensor | None] = {}
+    for key, tensor in tiny.tensors(source).items():
+        own = next((key.replace(old, new, 1) for old, new in renamed.items() if key.startswith(old)), key)
+        changes |= {key: None} | {own: tensor}
+    changes |= {where.format(layer) + key: one.clone() for layer in range(2) for key, one in buffers.items()}
+    tiny.rewrite(source, changes)
+    if name == "pythia":
+        config = json.loads((source / "config.json").read_text())
+        assert config.pop("rope_parameters")["partial_rotary_factor"] == 0.25
+        own = {"rotary_pct": 0.25, "rotary_emb_base": 5000}
+        (source / "config.json").write_text(json.dumps(config | own))
+    convert(source, tmp_path / "out")
+    assert (tiny.logits(tiny.load(tmp_path / "out")) - tiny.logits(model)).abs().max() < 1e-10
+
+
+def test_a_pickle_whose_output_embedding_is_an_alias(tmp_path: Path) -> None:
+    model = transcoded.model("opt")
+    source = transcoded.saved(tmp_path / "source", model)
+    (source / "model.safetensors").unlink()
+    torch.save(dict(model.state_dict()), source / "pytorch_model.bin")
+    convert(source, tmp_path / "out")
+    assert (tiny.logits(tiny.load(tmp_path / "out")) - tiny.logits(model)).abs().max() < 1e-10
+    assert "lm_head.weight" not in tiny.tensors(tmp_path / "out")
+
+
+def test_shards_and_files_beside_them_go_along(tmp_path: Path) -> None:
+    model = transcoded.model("pythia", torch.float32, num_hidden_layers=3, eos_token_id=7, bos_token_id=6)
+    model.save_pretrained(tmp_path / "source", max_shard_size="200KB")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    (tmp_path / "source" / "README.md").write_text("a card")
+    count = len(list((tmp_path / "source").glob("*.safetensors")))
+    assert count > 1
+    result = convert(tmp_path / "source", tmp_path / "out", 4)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == count
+    weights = [tmp_path / "out" / f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert sum(one.stat().st_size for one in weights) == result.output_bytes
+    assert (tmp_path / "out" / "SOURCE_README.md").read_text() == "a card"
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (6, 7, None)
+    assert config["architectures"] == ["PhiForCausalLM"]
+    assert (config["num_key_value_heads"], config["torch_dtype"]) == (4, "float32")
+
+
+def test_a_dry_run_writes_nothing_and_knows_everything(tmp_path: Path) -> None:
+    source = transcoded.saved(tmp_path / "source", transcoded.model("pythia", torch.float32))
+    told = convert(source, tmp_path / "out", 4, dry_run=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+    done = convert(source, tmp_path / "out", 4)
+    assert (told.output_bytes, told.pooled_tensors, told.transcoded) == (
+        done.output_bytes,
+        done.pooled_tensors,
+        done.transcoded,
+    )
+
+
+def test_a_model_that_holds_fewer_heads_itself_is_converted_as_it_is(tmp_path: Path, sources: dict[str, Path]) -> None:
+    assert convert(sources["llama"], tmp_path / "out", 4).transcoded is None
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_aligned_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, calibrated: bool) -> None:
+    """Killed in the middle and started again, it goes on where it was."""
+    model = transcoded.model("pythia", torch.float32, vocab_size=2048)
+    source = transcoded.saved(tmp_path / "source", model)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tiny.QUICKSTART / file, source / file)
+    text = read_documents(tiny.NOVEL) if calibrated else None
+    given = Alignment(calibration=text, device="cpu", tokens=2048, window=64, heal=5)
+    convert(source, tmp_path / "mean", 4)
+    convert(source, tmp_path / "whole", 4, method="aligned", alignment=given)
+    with monkeypatch.context() as patch:
+        patch.setattr("headpool.convert.run.write_tensors", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(source, tmp_path / "out", 4, method="aligned", alignment=given)
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "mean", "whole", ".out.aligning"}
+    fitted: list[int] = []
+    patched = "headpool.convert.aligned.run.share_without_text"
+    monkeypatch.setattr(patched, lambda *arguments, **_: fitted.append(arguments[2]))
+    monkeypatch.setattr("headpool.convert.aligned.fit.Fit.run", lambda self: fitted.append(self.layer.index))
+    convert(source, tmp_path / "out", 4, method="aligned", alignment=given)
+    assert fitted == []
+    for file in ("model.safetensors", "headpool.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    pooled, aligned = (tiny.logits(tiny.stock_model(tmp_path / one)) for one in ("mean", "out"))
+    expected = tiny.logits(model)
+    assert (aligned - expected).square().sum() < (pooled - expected).square().sum()
+
+
+def test_what_padding_without_positions_changes(tmp_path: Path) -> None:
+    """OPT tells positions from the mask, GPT-BigCode counts from the first token: given positions, they agree."""
+    model = transcoded.model("opt")
+    convert(transcoded.saved(tmp_path / "source", model), tmp_path / "out")
+    made = tiny.load(tmp_path / "out")
+    ids = torch.cat((torch.full((1, 4), 5), torch.arange(10, 20)[None]), 1)
+    mask = (torch.arange(14) >= 4).long()[None]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits[:, 4:]
+        told = made(ids, attention_mask=mask, position_ids=positions).logits[:, 4:]
+        counted = made(ids, attention_mask=mask).logits[:, 4:]
+    assert (told - expected).abs().max() < 1e-10
+    assert (counted - expected).abs().max() > 0.1
+    runs = [
+        one.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=5)
+        for one in (model, made)
+    ]
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("opt", {"do_layer_norm_before": False}, "norms come after each branch"),
+        ("opt", {"word_embed_proj_dim": 48}, "projected to the hidden size"),
+        ("opt", {"_remove_final_layer_norm": True}, "no norm at the end"),
+        ("gpt2", {"add_cross_attention": True}, "attends to an encoder"),
+        ("gptj", {"rotary_dim": None}, "rotary_dim is no number"),
+        ("codegen", {"n_head": 6}, "four parts"),
+        ("pythia", {"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\)"),
+        ("pythia", {"hidden_size": 48}, r"embed_in.weight' is \[300, 96\], the config makes it \[300, 48\]"),
+        ("pythia", {"num_hidden_layers": 1}, "'gpt_neox.layers.1.attention.dense.bias' is not known in gpt_neox"),
+        ("pythia", {"num_hidden_layers": 3}, r"'gpt_neox.layers.2.\S+' is missing from the weights"),
+        ("pythia", {"attention_bias": False}, "'gpt_neox.layers.0.attention.dense.bias' is not known in gpt_neox"),
+        ("pythia", {"hidden_size": None}, "hidden_size must be a whole number of 1 or more, found None"),
+        ("pythia", {"vocab_size": 0}, "vocab_size must be a whole number of 1 or more, found 0"),
+        ("pythia", {"num_attention_heads": 7}, "hidden_size 96 does not divide by num_attention_heads 7"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, name: str, changes: dict[str, Any], reason: str) -> None:
+    source = transcoded.saved(tmp_path / "source", transcoded.model(name, torch.float32))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(RequestError, match=reason) as error:
+        convert(source, tmp_path / "out", 1)
+    assert error.value.exit_code == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "reason"),
+    [
+        (
+            "gpt_neox.layers.1.mlp.dense_h_to_4h.weight",
+            lambda w: w[:-1],
+            r"is \[79, 96\], the config makes it \[80, 96\]",
+        ),
+        ("gpt_neox.layers.1.attention.dense.weight", lambda w: w * torch.nan, "holds NaN or infinity"),
+        ("gpt_neox.layers.0.input_layernorm.weight", lambda w: w.to(torch.int8), "is I8: a quantized one"),
+        ("gpt_neox.layers.0.input_layernorm.weight", lambda w: None, "is missing from the weights"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, tensor: str, change: Any, reason: str) -> None:
+    source = transcoded.saved(tmp_path / "source", transcoded.model("pythia", torch.float32))
+    tiny.rewrite(source, {tensor: change(tiny.tensors(source)[tensor])})
+    with pytest.raises(RequestError, match=f"{tensor}' {reason}"):
+        convert(source, tmp_path / "out", 4)
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def test_without_transcode_the_refusal_says_what_would_do(tmp_path: Path) -> None:
+    source = transcoded.saved(tmp_path / "source", transcoded.model("pythia", torch.float32))
+    with pytest.raises(RequestError, match="PhiForCausalLM, which computes the same function, can: --transcode"):
+        convert_checkpoint(str(source), tmp_path / "out", kv_heads=4)
+    with pytest.raises(RequestError, match="layer 0 has 12 K/V heads, which do not divide into 5"):
+        convert(source, tmp_path / "out", 5)
+    gpt2 = transcoded.saved(tmp_path / "gpt2", transcoded.model("gpt2", torch.float32))
+    with pytest.raises(RequestError, match="as many K/V heads as query heads, or one"):
+        convert(gpt2, tmp_path / "out", 4)
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "gpt2"}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from headpool.convert import run
+from headpool.convert.transcode import write
+
+at, seen, evaluated = int(sys.argv[3]), 0, write._Reader.evaluated
+
+def dying(self, target):
+    global seen
+    seen += 1
+    if seen == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return evaluated(self, target)
+
+write._Reader.evaluated = dying
+run.convert_checkpoint(sys.argv[1], Path(sys.argv[2]), kv_heads=4, transcode=True)
+"""
+
+
+def test_killed_in_the_middle_it_leaves_nothing_that_loads(tmp_path: Path) -> None:
+    source = transcoded.saved(tmp_path / "source", transcoded.model("pythia", torch.float32))
+    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), "17"]
+    assert subprocess.run(command, check=False).returncode == -9
+    assert {path.name for path in tmp_path.iterdir()} == {"source", ".out.transcoded"}
+    assert {path.name for path in (tmp_path / ".out.transcoded").iterdir()} == {"lock", "model.safetensors"}
+    convert(source, tmp_path / "out", 4)
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = transcoded.saved(tmp_path / "source", transcoded.model("pythia", torch.float32))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("headpool.convert.transcode.write._bytes", full)
+    with pytest.raises(Exception, match="the disk filled up") as error:
+        convert(source, tmp_path / "out", 4)
+    assert getattr(error.value, "exit_code", None) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def test_finding_needs_no_torch() -> None:
+    script = (
+        "import sys; from headpool.convert.transcode import find; "
+        "found = find({'model_type': 'gpt_neox'}); assert found.host == 'phi'; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"model_type": "gpt_neox"}, "phi"),
+        ({"model_type": "gpt_neox", "use_parallel_residual": False, "rotary_pct": 1.0}, "starcoder2"),
+        ({"model_type": "gpt_neox", "use_parallel_residual": False}, "nemotron"),
+        ({"model_type": "gptj"}, "phi"),
+        ({"model_type": "codegen"}, "phi"),
+        ({"model_type": "gpt2"}, "gpt_bigcode"),
+        ({"model_type": "opt"}, "gpt_bigcode"),
+        ({"model_type": "opt", "do_layer_norm_before": False}, "norms come after"),
+        ({"model_type": "bloom"}, "no stock class is known"),
+        ({}, "no stock class is known"),
+    ],
+)
+def test_what_is_found_for_a_config(config: dict[str, Any], found: str) -> None:
+    result = find(config)
+    if isinstance(result, str):
+        assert found in result
+    else:
+        assert result.host == found
+
+
+@pytest.mark.parametrize("transcoding", TRANSCODINGS, ids=lambda one: f"{one.source} to {one.host}")
+def test_defaults_and_fields_are_those_of_the_classes(transcoding: Any) -> None:
+    source = transformers.AutoConfig.for_model(transcoding.source)
+    for field, default in transcoding.defaults.items():
+        own = {"word_embed_proj_dim": 768}.get(field, default)  # the class fills it in
+        assert getattr(source, field, None) == own, field
+    made = transformers.AutoConfig.for_model(transcoding.host)
+    legacy = {"rope_theta", "partial_rotary_factor", "rope_scaling"}
+    assert all(hasattr(made, field) for field in set(transcoding.config) - legacy)
+    assert getattr(transformers, transcoding.host_class).config_class is type(made)
+    assert {kind[:2] for kind in KINDS.values()} >= {(transcoding.source, transcoding.host)}
