@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from headpool import families
 from headpool.checkpoint import Source
 from headpool.errors import RequestError
 from headpool.loading import load_model
@@ -29,7 +30,8 @@ def load_objective(plan: Plan, device: torch.device | None) -> Objective:
         apply_liger(student)
     teacher = None
     if plan.teacher is not None:
-        teacher = Teacher(load_teacher(plan.teacher, section, device), plan.family, len(plan.layers))
+        family = families.find_family(plan.teacher.config)
+        teacher = Teacher(load_teacher(plan.teacher, section, device), family, len(plan.layers))
     objective = Objective(student, plan.family, len(plan.layers), teacher, plan.loss, plan.blocks)
     if section.compile:
         student.compile()

@@ -21,6 +21,9 @@ from headpool.convert.run import Conversion, convert_checkpoint
 from headpool.convert.transcode import find
 from headpool.convert.transcode.find import TRANSCODINGS
 from headpool.errors import RequestError
+from headpool.eval.models import ModelSpec, open_candidate
+from headpool.pipeline import run_recipe
+from headpool.recipe import load_recipe
 from headpool.text import read_documents
 
 pytestmark = pytest.mark.usefixtures("quick_check")
@@ -401,3 +404,24 @@ def test_defaults_and_fields_are_those_of_the_classes(transcoding: Any) -> None:
     assert all(hasattr(made, field) for field in set(transcoding.config) - legacy)
     assert getattr(transformers, transcoding.host_class).config_class is type(made)
     assert {kind[:2] for kind in KINDS.values()} >= {(transcoding.source, transcoding.host)}
+
+
+def test_a_run_transcodes_and_learns_from_the_original(tmp_path: Path) -> None:
+    source = transcoded.saved(tmp_path / "source", transcoded.model("pythia", torch.float32, vocab_size=2048))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tiny.QUICKSTART / file, source / file)
+    (tmp_path / "text.txt").write_text(tiny.NOVEL.read_text()[:4000])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: source\n"
+        "convert: {kv_heads: 4, transcode: true}\n"
+        "uptrain: {data: text.txt, tokens: 512, sequence_length: 32, batch_tokens: 256, distill: {blocks: 1.0}}\n"
+    )
+    out = tmp_path / "run"
+    with pytest.raises(RequestError, match="--transcode"):
+        run_recipe(load_recipe(str(recipe), [f"output={out}", "convert.transcode=false"]))
+    run_recipe(load_recipe(str(recipe), [f"output={out}"]))
+    opened = [open_candidate(ModelSpec("model", str(one))) for one in (source, out / "converted", out / "uptrained")]
+    assert [one.kv_heads for one in opened] == [12, 4, 4]
+    assert facts(out / "uptrained")["transcoded"] == {"from": "gpt_neox", "to": "phi"}
+    assert not list(tmp_path.glob("**/.*.transcoded"))

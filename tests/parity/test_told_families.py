@@ -8,6 +8,7 @@ import fused
 import pytest
 import tiny
 import torch
+import transcoded
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -15,8 +16,11 @@ from headpool import families, geometry
 
 
 def model(model_type: str) -> Any:
-    _, own, full, _ = next(kind for kind in fused.KINDS.values() if kind[0] == model_type)
-    return tiny.model(model_type, **own, **full)
+    own = next((kind[2] for kind in transcoded.KINDS.values() if kind[0] == model_type), None)
+    if own is None:
+        _, what, full, _ = next(kind for kind in fused.KINDS.values() if kind[0] == model_type)
+        own = what | full
+    return tiny.model(model_type, **own)
 
 
 @pytest.mark.parametrize("model_type", families.told())
@@ -31,11 +35,19 @@ def test_defaults_are_those_of_the_class(model_type: str) -> None:
     assert told.get("aliases", {}) == aliases
 
 
+@pytest.mark.parametrize("model_type", families.told())
+def test_every_layer_has_its_attention_there(model_type: str) -> None:
+    family = families.families()[model_type]
+    built = model(model_type)
+    assert type(built).__name__ == family.class_name
+    modules = [built.get_submodule(family.attention.format(layer)) for layer in range(2)]
+    assert all("Attention" in type(one).__name__ for one in modules)
+
+
 @pytest.mark.parametrize("model_type", [name for name, one in families.families().items() if one.fused])
 def test_attention_tensors_are_those_of_the_class(model_type: str) -> None:
     family = families.families()[model_type]
     built = model(model_type)
-    assert type(built).__name__ == family.class_name
     held = {name: families.attention_tensor(family, name) for name in built.state_dict()}
     stem = family.attention.partition("{}")[0]
     found = [one for one in held.values() if one and one.stem == stem]
