@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fused
 import heads
 import numpy as np
 import pytest
@@ -33,10 +34,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_swa": ("granite_swa", {"num_key_value_heads": 4, "attn_implementation": "eager"}),
     "qwen3": ("qwen3", {"num_key_value_heads": 4}),
     "phi with norms": ("phi", {"qk_layernorm": True}),
+    "phi3": ("phi3", {"head_dim": None, "num_key_value_heads": 4}),
+    "falcon": ("falcon", fused.FALCON | fused.NEW | {"num_kv_heads": 4}),
+    "gpt_bigcode": ("gpt_bigcode", {"head_dim": None, "num_key_value_heads": None, "multi_query": False}),
 }
 """Half-split and interleaved, whole and partial rotary, biases of q, k, v and o, sinks, norms with and without
-centring.
+centring, fused projections.
 """
+
+OF_THEIR_OWN = ("falcon", "gpt_bigcode")
+"""Their configs say in a way of their own that there are half as many K/V heads, or cannot."""
 
 
 EAGER = ("granite_swa",)
@@ -174,7 +181,9 @@ def test_the_refit_of_an_exact_layer_moves_no_logit(name: str) -> None:
     assert (tiny.logits(refitted) - tiny.logits(model)).abs().max() < exact(name)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if "norms" not in name and "qwen3" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if "norms" not in name and name not in ("qwen3", *OF_THEIR_OWN)]
+)
 def test_what_a_group_has_in_common_is_kept(name: str) -> None:
     """Keys that are complex multiples of one another and values that span one head's dimensions, in the stock class
     with its own number of K/V heads and in the one with half as many.
