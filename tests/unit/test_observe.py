@@ -12,7 +12,7 @@ import torch
 from walking import KINDS, WINDOWS, stock
 
 from headpool import reference
-from headpool.convert.aligned import observe
+from headpool.convert.aligned import seen
 from headpool.convert.aligned.observe import GroupObserver, HeadSizes, MomentsObserver, observing
 from headpool.convert.aligned.walk import Block, Layer, Walk
 from headpool.convert.layouts import Rotary
@@ -118,7 +118,7 @@ def test_pieces_of_any_size_give_the_same(family: str, tmp_path: Path, monkeypat
     for layer in layers(tmp_path, family):
         found = []
         for limit in (1, 3 * 24 * 24, 1 << 22):  # one key/value head of one sequence at a time, some, all
-            monkeypatch.setitem(observe._PATCH, "cpu", limit)
+            monkeypatch.setitem(seen._PATCH, "cpu", limit)
             moments, groups = MomentsObserver(Rotary("half-split", 8)), GroupObserver([(0, 3), (1, 2)])
             for one in (moments, groups):
                 with observing(layer.attention, one, every=2):
