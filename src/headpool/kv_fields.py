@@ -26,7 +26,7 @@ def read(rules: Sequence[Rule], config: Mapping[str, Any], get: Get) -> Any:
     if "field" in rule:
         held = config
         for key in rule["field"].split("."):
-            held = (held or {}).get(key)
+            held = held.get(key) if isinstance(held, Mapping) else None
         held = rule.get("default") if held is None else held
     return get("num_attention_heads") if held is None else held
 

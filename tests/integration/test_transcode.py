@@ -12,7 +12,9 @@ import torch
 import transcoded
 from torch import Tensor
 from transcoded import HEADS, KINDS
+from typer.testing import CliRunner
 
+from headpool.cli import app
 from headpool.convert.aligned.options import Alignment
 from headpool.convert.run import Conversion, convert_checkpoint
 from headpool.errors import RequestError
@@ -230,22 +232,35 @@ def test_aligned_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert (aligned - expected).square().sum() < (pooled - expected).square().sum()
 
 
+PADDED = torch.cat((torch.full((1, 4), 5), torch.arange(10, 20)[None]), 1)
+MASK = (torch.arange(14) >= 4).long()[None]
+
+
+@pytest.mark.parametrize("name", ["pythia", "redpajama", "sequential, partial rotary", "gptj", "codegen", "gpt2"])
+def test_padding_on_the_left_is_the_same(tmp_path: Path, name: str) -> None:
+    model = transcoded.model(name)
+    convert(transcoded.saved(tmp_path / "source", model), tmp_path / "out")
+    with torch.no_grad():
+        expected, found = (
+            one(PADDED, attention_mask=MASK).logits[:, 4:] for one in (model, tiny.load(tmp_path / "out"))
+        )
+    assert (found - expected).abs().max() < 1e-10
+
+
 def test_what_padding_without_positions_changes(tmp_path: Path) -> None:
     """OPT tells positions from the mask, GPT-BigCode counts from the first token: given positions, they agree."""
     model = transcoded.model("opt")
     convert(transcoded.saved(tmp_path / "source", model), tmp_path / "out")
     made = tiny.load(tmp_path / "out")
-    ids = torch.cat((torch.full((1, 4), 5), torch.arange(10, 20)[None]), 1)
-    mask = (torch.arange(14) >= 4).long()[None]
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    positions = (MASK.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        expected = model(ids, attention_mask=mask).logits[:, 4:]
-        told = made(ids, attention_mask=mask, position_ids=positions).logits[:, 4:]
-        counted = made(ids, attention_mask=mask).logits[:, 4:]
+        expected = model(PADDED, attention_mask=MASK).logits[:, 4:]
+        told = made(PADDED, attention_mask=MASK, position_ids=positions).logits[:, 4:]
+        counted = made(PADDED, attention_mask=MASK).logits[:, 4:]
     assert (told - expected).abs().max() < 1e-10
     assert (counted - expected).abs().max() > 0.1
     runs = [
-        one.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=5)
+        one.generate(PADDED, attention_mask=MASK, max_new_tokens=8, do_sample=False, pad_token_id=5)
         for one in (model, made)
     ]
     assert torch.equal(*runs)
@@ -270,3 +285,14 @@ def test_a_run_transcodes_and_learns_from_the_original(tmp_path: Path) -> None:
     assert [one.kv_heads for one in opened] == [12, 4, 4]
     assert facts(out / "uptrained")["transcoded"] == {"from": "gpt_neox", "to": "phi"}
     assert not list(tmp_path.glob("**/.*.transcoded"))
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    source = transcoded.saved(tmp_path / "source", transcoded.model("gpt2", torch.float32))
+    command = ["convert", str(source), str(tmp_path / "out"), "--kv-heads", "1", "--transcode", "--json"]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0
+    told = json.loads(done.stdout)
+    assert told["transcoded"] == {"from": "gpt2", "to": "gpt_bigcode"}
+    assert (told["source_kv_heads"], told["kv_heads"]) == (12, 1)
+    assert tiny.stock_model(tmp_path / "out").config.multi_query is True

@@ -107,6 +107,7 @@ def test_layers_are_those_of_the_cache(name: str, *, grouped: bool) -> None:
         ({"model_type": "dbrx"}, 1),
         ({"model_type": "dbrx", "attn_config": {"kv_n_heads": 8}}, 8),
         ({"model_type": "dbrx", "attn_config": None}, 1),
+        ({"model_type": "dbrx", "attn_config": "none"}, 1),
     ],
 )
 def test_counts_are_read_as_the_class_reads_them(config: dict[str, Any], kv_heads: int) -> None:
