@@ -51,6 +51,10 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         "falcon", FALCON | {"num_ln_in_parallel_attn": 1, "multi_query": False},
         {"num_kv_heads": HEADS}, {"num_kv_heads": KV, **NEW},
     ),
+    "falcon one norm, alibi": (
+        "falcon", FALCON | {"num_ln_in_parallel_attn": 1, "multi_query": False, "alibi": True},
+        {"num_kv_heads": HEADS}, {"num_kv_heads": KV, **NEW},
+    ),
     "falcon to one": ("falcon", FALCON, {"multi_query": False, "num_kv_heads": HEADS}, {"multi_query": True}),
     "falcon alibi": (
         "falcon", FALCON | {"alibi": True, "parallel_attn": False},
