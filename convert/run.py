@@ -154,7 +154,7 @@ def convert_checkpoint(
     estimate: dict[str, Any] | None = None
     facts: dict[str, Any] = {}
     predicts = dry_run and alignment.calibration is not None and bool(plan.units)
-    with _transcribed(transcript, work, transcoding) if predicts or not dry_run else contextlib.nullcontext():
+    with _written(transcript, work, transcoding) if predicts or not dry_run else contextlib.nullcontext():
         if not dry_run:
             with _prepared(plan, out, alignment, seed) as (prepared, facts):
                 warnings = _write(plan, out, facts, prepared, overwrite=overwrite, seed=seed, progress=progress)
@@ -170,7 +170,7 @@ def convert_checkpoint(
         kv_heads=kv_heads,
         pooled_tensors=len(plan.changed),
         copied=not plan.units,
-        transcoded=transcribed(plan),
+        transcoded=_classes(plan),
         dry_run=dry_run,
         output_bytes=plan.nbytes,
         seconds=time.perf_counter() - begin,
@@ -182,9 +182,7 @@ def convert_checkpoint(
     )
 
 
-def _transcribed(
-    transcript: Transcript | None, work: Path, progress: Progress
-) -> contextlib.AbstractContextManager[None]:
+def _written(transcript: Transcript | None, work: Path, progress: Progress) -> contextlib.AbstractContextManager[None]:
     """While the block runs, what the plan reads is there."""
     if transcript is None:
         return contextlib.nullcontext()
@@ -271,7 +269,7 @@ def _judge(report: Report, source: Source) -> tuple[str, ...]:
     return (f"the source itself does not fit its class ({original}); the result inherits that",)
 
 
-def transcribed(plan: Plan) -> dict[str, str] | None:
+def _classes(plan: Plan) -> dict[str, str] | None:
     """The model types between which a conversion transcodes."""
     if plan.source.origin is None:
         return None
@@ -283,7 +281,7 @@ def provenance(plan: Plan, seed: int, facts: dict[str, Any]) -> dict[str, Any]:
 
     facts: what method aligned found: "options", and "layers" with the figures of each layer that it changed.
     """
-    source, to = plan.source.origin or plan.source, transcribed(plan)
+    source, to = plan.source.origin or plan.source, _classes(plan)
     figures = {
         one["layer"]: {name: value for name, value in one.items() if name not in ("layer", "seconds")}
         for one in facts.get("layers", ())

@@ -35,11 +35,12 @@ def transcoding_of(config: Mapping[str, Any], *, wanted: bool) -> Transcoding | 
     if model_type not in SOURCES:
         return None  # whether it converts is for families to say
     found = find(config)
+    alone = f"model_type {model_type!r}: its class cannot hold fewer K/V heads"
     if isinstance(found, str):
-        raise RequestError(f"model_type {model_type!r}: its class cannot hold fewer K/V heads, nor another: {found}")
+        raise RequestError(f"{alone}, and it cannot be written as another: {found}")
     if not wanted:
         raise RequestError(
-            f"model_type {model_type!r}: its class cannot hold fewer K/V heads; {found.host_class}, which computes the "
-            f"same function, can: --transcode (convert.transcode in a recipe) writes the model as one first"
+            f"{alone}; {found.host_class}, which computes the same function, can: --transcode (convert.transcode in a "
+            f"recipe) writes the model as one first"
         )
     return found
