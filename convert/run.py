@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headpool import __version__
+from headpool.card import write_card
 from headpool.check import Check, Report
 from headpool.checkpoint import PROVENANCE, Source, open_source
 from headpool.convert.aligned.options import Alignment, Prediction
@@ -21,6 +22,10 @@ from headpool.convert.shards import Progress, write_headers, write_tensors
 from headpool.convert.transcode.plan import Transcript, transcribe, work_directory
 from headpool.destination import check_destination, check_space, staged
 from headpool.errors import HeadpoolError, RequestError
+from headpool.headers import read_json_object
+from headpool.planning import cache_facts
+from headpool.portable import recipe_text
+from headpool.text import is_file_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -157,7 +162,8 @@ def convert_checkpoint(
     with _written(transcript, work, transcoding) if predicts or not dry_run else contextlib.nullcontext():
         if not dry_run:
             with _prepared(plan, out, alignment, seed) as (prepared, facts):
-                warnings = _write(plan, out, facts, prepared, overwrite=overwrite, seed=seed, progress=progress)
+                done = provenance(plan, seed, facts, alignment, max_shard_size)
+                warnings = _write(plan, out, done, prepared, overwrite=overwrite, seed=seed, progress=progress)
                 warnings += _short_of_text(alignment, facts)
         elif predicts:
             from headpool.convert.aligned.predict import predict
@@ -217,13 +223,14 @@ def _prepared(plan: Plan, out: Path, alignment: "Alignment", seed: int) -> Itera
 def _write(
     plan: Plan,
     out: Path,
-    facts: dict[str, Any],
+    done: dict[str, Any],
     prepared: Path | None,
     *,
     overwrite: bool,
     seed: int,
     progress: Progress,
 ) -> tuple[str, ...]:
+    """Returns what there is to be warned of."""
     with staged(out, overwrite=overwrite) as staging:
         (staging / _CONFIG).mkdir()
         (staging / _CONFIG / "config.json").write_text(plan.config_text, encoding="utf-8", newline="")
@@ -231,16 +238,21 @@ def _write(
         check = Check(staging / _CONFIG, staging)
         try:
             _copy_sidecars(plan.source, staging)
-            (staging / PROVENANCE).write_text(
-                json.dumps(provenance(plan, seed, facts), indent=2) + "\n", encoding="utf-8"
-            )
+            _write_json(staging / PROVENANCE, done)
+            write_card(staging, out.resolve().name, read_json_object(plan.config_text.encode(), "config.json"))
             write_tensors(plan, staging, seed=seed, progress=progress, prepared=prepared)
-            warnings = _judge(check.result(), plan.source)
+            inherited = _judge(check.result(), plan.source)
         finally:
             check.kill()
+        if inherited:
+            _write_json(staging / PROVENANCE, done | {"check": asdict(inherited)})
         (staging / _CONFIG / "config.json").rename(staging / "config.json")
         (staging / _CONFIG).rmdir()
-    return warnings
+    return (f"the source itself does not fit its class ({inherited}); the result inherits that",) if inherited else ()
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _short_of_text(alignment: "Alignment", facts: dict[str, Any]) -> tuple[str, ...]:
@@ -257,16 +269,16 @@ def _copy_sidecars(source: Source, staging: Path) -> None:
         shutil.copyfile(source.directory / name, staging / copy)
 
 
-def _judge(report: Report, source: Source) -> tuple[str, ...]:
-    """Refuse a result that fits its class less well than the source does; warn of faults that both have."""
+def _judge(report: Report, source: Source) -> Report | None:
+    """Refuse a result that fits its class less well than the source does; give the faults that both have."""
     if not report:
-        return ()
+        return None
     original = Check(source.directory, source.directory).result()
     if original.mismatched:
         raise RequestError(f"weights and config of {source.model} contradict each other: {original.mismatched[0]}")
     if worse := report.beyond(original):
         raise RequestError(f"the result does not fit its class, and was removed: {worse}")
-    return (f"the source itself does not fit its class ({original}); the result inherits that",)
+    return report
 
 
 def _classes(plan: Plan) -> dict[str, str] | None:
@@ -276,31 +288,60 @@ def _classes(plan: Plan) -> dict[str, str] | None:
     return {"from": plan.source.origin.config["model_type"], "to": plan.source.config["model_type"]}
 
 
-def provenance(plan: Plan, seed: int, facts: dict[str, Any]) -> dict[str, Any]:
+def provenance(
+    plan: Plan, seed: int, facts: dict[str, Any], alignment: Alignment, max_shard_size: int | None
+) -> dict[str, Any]:
     """headpool.json: what was done, from what, with which versions. It holds no time and no path of this machine.
 
     facts: what method aligned found: "options", and "layers" with the figures of each layer that it changed.
     """
-    source, to = plan.source.origin or plan.source, _classes(plan)
     figures = {
         one["layer"]: {name: value for name, value in one.items() if name not in ("layer", "seconds")}
         for one in facts.get("layers", ())
     }
+    source, to = plan.source, _classes(plan)
+    shapes = {name: (record.dtype, record.shape) for name, record in source.tensors.items()}
+    config = read_json_object(plan.config_text.encode(), "config.json")
     return {
         "headpool": __version__,
         "method": plan.method.name,
         "kv_heads": plan.kv_heads,
         "source_kv_heads": plan.source_kv_heads,
-        "source": {"model": source.name, "revision": source.revision, "headers_sha256": source.headers_sha256()},
+        "source": (source.origin or source).named(),
         **({} if to is None else {"transcoded": to}),
         "options": {"seed": seed, "dtype": plan.output_dtype, "shards": len(plan.shards), **facts.get("options", {})},
-        "versions": {"torch": metadata.version("torch"), "python": sys.version.split()[0]},
+        "cache": {
+            "source": cache_facts(source.config, shapes, None if to is None else plan.output_dtype),
+            "output": cache_facts(config, shapes, plan.output_dtype),
+        },
+        "recipe": _recipe(plan, seed, alignment, max_shard_size),
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers")}
+        | {"python": sys.version.split()[0]},
         "layers": [
             {"layer": index, "source_kv_heads": old.kv_heads, "kv_heads": new.kv_heads, **figures.get(index, {})}
             for index, (old, new) in enumerate(zip(plan.before, plan.after, strict=True))
         ],
         "changed": plan.changed,
     }
+
+
+def _recipe(plan: Plan, seed: int, alignment: Alignment, max_shard_size: int | None) -> str:
+    """The conversion as a recipe that others can run."""
+    source, text = plan.source.origin or plan.source, alignment.calibration
+    hashes = {} if source.revision else {source.name: source.headers_sha256()}
+    section: dict[str, Any] = {"kv_heads": plan.kv_heads, "method": plan.method.name}
+    if plan.source.origin is not None:
+        section["transcode"] = True
+    if plan.output_dtype is not None:
+        section["dtype"] = plan.output_dtype
+    if max_shard_size is not None:
+        section["max_shard_size"] = str(max_shard_size)
+    if plan.method.aligned:
+        section |= alignment.recipe()
+        if text is not None and is_file_name(text.name):
+            hashes[text.name] = text.sha256
+    model = {"model": source.name} | ({"revision": source.revision} if source.revision else {})
+    return recipe_text({**model, "seed": seed, "convert": section}, hashes)
 
 
 def _peak_rss_bytes() -> int:

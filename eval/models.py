@@ -118,10 +118,9 @@ def loaded(candidates: Sequence[Candidate], dtype: str, device: str) -> Iterator
 
 
 def _provenance(source: Source) -> Provenance:
-    path = source.directory / checkpoint.PROVENANCE
-    if not path.is_file():
+    done = source.provenance
+    if done is None:
         return Provenance()
-    done = headers.read_json_object(path.read_bytes(), checkpoint.PROVENANCE)
     uptrained = "uptrain" in done
     conversion = {"method": done.get("method"), "layers": done.get("layers", [])}
     return Provenance(UPTRAINED if uptrained else UNADAPTED, uptrained, conversion)

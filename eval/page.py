@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from headpool import plots
+from headpool.drawing import figure
 from headpool.errors import HeadpoolError
 from headpool.eval import wording
 from headpool.eval.schema import ReportFile, load
@@ -37,7 +38,7 @@ CAPTIONS = {
 """What stands below each plot, by the stem of its file's name; block errors have a file for each model."""
 
 WORDS: tuple[Callable[..., str], ...] = (
-    wording.bandwidth, wording.duration, wording.error, wording.figure, wording.milliseconds, wording.percent,
+    wording.bandwidth, wording.duration, wording.error, figure, wording.milliseconds, wording.percent,
     wording.speedup, wording.tokens,
 )  # fmt: skip
 

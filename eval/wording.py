@@ -1,14 +1,13 @@
 """A report in words: what models are called, figures for people, the sentence that says what was gained and lost."""
 
-import math
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from headpool.drawing import UNADAPTED, short_tokens
+from headpool.drawing import UNADAPTED, figure, short_tokens
 from headpool.eval.schema import Comparison, Decode, Model, ReportFile, Task
-from headpool.planning import format_bytes
+from headpool.planning import format_bytes, tabulated
 
 _ABSOLUTE = re.compile(r"""(?<![\w.:/~])~?/(?:[^\s"'`,;:/<>{}\[\]()]+/)+([^\s"'`,;:/<>{}\[\]()]*)""")
 
@@ -161,13 +160,6 @@ def kv_heads(model: Model) -> str:
     return str(heads) if isinstance(heads, int) else ", ".join(map(str, sorted(set(heads), reverse=True)))
 
 
-def figure(value: float, digits: int = 4) -> str:
-    """Four significant digits, thousands set apart; an exponent for what is very small or very large."""
-    if value == 0 or not 1e-6 <= abs(value) < 1e12:
-        return f"{value:.{digits - 1}e}" if value else "0"
-    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
-
-
 def speedup(ratio: float) -> str:
     """Two decimal places, three significant digits above ten: timings hold no more."""
     return figure(ratio, 3) if ratio >= 10 else f"{ratio:.2f}"
@@ -196,8 +188,7 @@ def duration(seconds: float) -> str:
 
 def cache_lengths(report: ReportFile) -> list[int]:
     """The context lengths to tabulate the cache at: 8192 and 32768 where a model reaches so far, else its longest."""
-    reached = sorted({point.tokens for model in report.models for point in model.cache_curve})
-    return [length for length in (8192, 32768) if length in reached] or reached[-1:]
+    return tabulated({point.tokens for model in report.models for point in model.cache_curve})
 
 
 def tokens(count: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from headpool import families
 from headpool.loading import load_tokenizer
+from headpool.portable import file_sha256
 from headpool.text import read_texts
 from headpool.uptrain.models import check_same_tokens
 from headpool.uptrain.plan import Plan
@@ -66,8 +67,5 @@ def local_files(pattern: str) -> list[Path]:
 
 def _sha256(files: Iterable[Path]) -> str:
     """Of one file; of several, that of their digests."""
-    digests = []
-    for file in files:
-        with file.open("rb") as stored:
-            digests.append(hashlib.file_digest(stored, "sha256").hexdigest())
+    digests = [file_sha256(file) for file in files]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from headpool.check import Check
+from headpool.card import write_card
+from headpool.check import Check, Report
 from headpool.checkpoint import PROVENANCE, Source
 from headpool.destination import check_space, staged
 from headpool.errors import HeadpoolError, RequestError
@@ -45,8 +47,10 @@ def write_checkpoint(workers: Workers, source: Source, out: Path, provenance: Ma
         if len(files) > 1:
             places = ((record.name, record.nbytes, file) for file, records in files.items() for record in records)
             (staging / "model.safetensors.index.json").write_bytes(weights_index(places))
-        (staging / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
-        _check(staging, source)
+        inherited = _check(staging, source)
+        held = {**provenance, "check": asdict(inherited)} if inherited else provenance
+        (staging / PROVENANCE).write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
+        write_card(staging, out.resolve().name)
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -105,8 +109,9 @@ def _value(record: TensorRecord, trained: Mapping[str, Tensor]) -> Tensor:
     return tensor.contiguous()
 
 
-def _check(staging: Path, source: Source) -> None:
-    """Refuse a result that fits its class less well than the source does."""
+def _check(staging: Path, source: Source) -> Report:
+    """Refuse a result that fits its class less well than the source does; give the faults that both have."""
     report = Check(staging, staging).result()
     if report and (worse := report.beyond(Check(source.directory, source.directory).result())):
         raise RequestError(f"the result does not fit its class, and was removed: {worse}")
+    return report

@@ -1,7 +1,6 @@
 """A training run, whole, before any weight is read: what starts it, what it computes, where it writes."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ from headpool.families import Family
 from headpool.geometry import Layer
 from headpool.headers import read_json_object
 from headpool.jsonpatch import patch_json
+from headpool.planning import cache_facts
+from headpool.portable import portable
 from headpool.recipe import Recipe
 from headpool.sections import FREE, DistillSection, UptrainSection
 from headpool.uptrain.loss import Distillation
@@ -196,10 +197,11 @@ def fingerprint(source: Source) -> str:
 
 def provenance(plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
     """headpool.json of the result: the source's, extended by what training did."""
-    path = plan.source.directory / PROVENANCE
-    held: dict[str, Any] = {}
-    if path.is_file():
-        held = json.loads(path.read_text(encoding="utf-8"))
-    else:
-        held = {"source": {"model": plan.source.name, "revision": plan.source.revision}}
-    return {**held, "uptrain": dict(details)}
+    source = plan.source
+    held = source.provenance
+    if held is None:
+        shapes = {name: (record.dtype, record.shape) for name, record in source.tensors.items()}
+        cache = cache_facts(source.config, shapes)
+        held = {"source": source.named(), "cache": {"source": cache, "output": cache}}
+    recipe = portable(plan.recipe, revision=held["source"]["revision"])
+    return {**held, "uptrain": {**details, "recipe": recipe}}

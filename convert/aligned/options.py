@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headpool.errors import RequestError
-from headpool.text import TextData
+from headpool.text import TextData, is_file_name
 
 CALIBRATION_TOKENS = 524_288
 HEAL_STEPS = 400
@@ -34,6 +34,7 @@ class Alignment:
     """
 
     calibration: TextData | None = None
+    text_column: str = "text"
     tokens: int = CALIBRATION_TOKENS
     window: int | None = None
     groups: str = "search"
@@ -69,6 +70,18 @@ class Alignment:
             chosen |= {"calibration_tokens": self.tokens, "refit": self.refit}
             chosen |= {"heal": self.heal, "heal_scope": self.heal_scope}
             chosen["heal_learning_rate"] = self.learning_rate
+        return chosen
+
+    def recipe(self) -> dict[str, Any]:
+        """The keys of a recipe's convert section that say this; a data set on the hub by its id."""
+        chosen: dict[str, Any] = {"groups": self.groups}
+        if self.calibration is not None:
+            name = self.calibration.name
+            chosen["calibration"] = name if is_file_name(name) else name.split(":")[0]
+            chosen |= {} if self.text_column == "text" else {"text_column": self.text_column}
+            chosen["calibration_tokens"] = self.tokens
+            chosen |= {} if self.window is None else {"calibration_window": self.window}
+            chosen |= {"refit": self.refit, "heal": self.heal, "heal_scope": self.heal_scope}
         return chosen
 
 

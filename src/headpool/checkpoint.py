@@ -70,6 +70,19 @@ class Source:
         local = Path(self.model)
         return local.resolve().name if local.is_dir() else self.model
 
+    @cached_property
+    def provenance(self) -> dict[str, Any] | None:
+        """What headpool.json says, None where headpool did not make the checkpoint."""
+        return read_provenance(self.directory)
+
+    def named(self) -> dict[str, Any]:
+        """What headpool.json of something made from this says of it: a `revision` is there for what came from the hub;
+        of what headpool made on this machine, `source` says what that was made from.
+        """
+        held = {"model": self.name, "revision": self.revision, "headers_sha256": self.headers_sha256()}
+        made_here = self.revision is None and self.provenance is not None and "source" in self.provenance
+        return held | ({"source": self.provenance["source"]} if made_here and self.provenance else {})
+
     def headers_sha256(self) -> str:
         """Identifies names, dtypes, shapes and places of all tensors, and the config, without reading weights."""
         layout = [
@@ -85,7 +98,10 @@ class Source:
             if path.is_file() and any(fnmatch.fnmatchcase(path.name.lower(), pattern) for pattern in SIDECARS):
                 names.append(Path(path.name))
         copies = {name: name for name in names}
-        card = next((Path(name) for name in (CARD, SOURCE_CARD) if (self.directory / name).is_file()), None)
+        # The card of what headpool made here is drawn anew for what is made of it; a stranger's has to be kept.
+        ours = self.revision is None and self.provenance is not None
+        cards = (SOURCE_CARD,) if ours else (CARD, SOURCE_CARD)
+        card = next((Path(name) for name in cards if (self.directory / name).is_file()), None)
         return copies if card is None else copies | {card: Path(SOURCE_CARD)}
 
 
@@ -114,6 +130,12 @@ def read_config(directory: Path) -> tuple[str, dict[str, Any]]:
         raise RequestError(f"{directory}: no config.json" + (f"; it holds {hint}" if hint else "")) from error
     config = headers.read_json_object(raw, "config.json")
     return raw.decode("utf-8"), config
+
+
+def read_provenance(directory: Path) -> dict[str, Any] | None:
+    """headpool.json of a directory, None where there is none. Raises RequestError where it is not JSON."""
+    path = directory / PROVENANCE
+    return headers.read_json_object(path.read_bytes(), PROVENANCE) if path.is_file() else None
 
 
 def _read_shards(directory: Path) -> dict[str, tuple[TensorRecord, ...]]:

@@ -158,6 +158,7 @@ def convert(
     with _stdout_for_json(as_json), Progress("tokens") as aligning, Progress("bytes") as progress:
         alignment = Alignment(
             calibration=read_documents(calibration, text_column) if calibration is not None else None,
+            text_column=text_column,
             tokens=calibration_tokens,
             window=calibration_window,
             groups=groups,

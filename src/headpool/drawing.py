@@ -198,6 +198,13 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
+def figure(value: float, digits: int = 4) -> str:
+    """Four significant digits, thousands set apart; an exponent for what is very small or very large."""
+    if value == 0 or not 1e-6 <= abs(value) < 1e12:
+        return f"{value:.{digits - 1}e}" if value else "0"
+    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+
+
 def short_tokens(tokens: float) -> str:
     """A number of tokens, such as 512 and, for 8192, 8k."""
     return f"{tokens / 1024:.0f}k" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:.6g}"

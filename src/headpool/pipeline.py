@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headpool import __version__, families
+from headpool import __version__, card, families
+from headpool.card import REPORT
 from headpool.checkpoint import PROVENANCE, Source, locate, open_source
 from headpool.destination import check_destination, locked, staged
 from headpool.errors import RequestError
@@ -64,7 +65,8 @@ class RunResult:
 @dataclass(frozen=True)
 class Stage:
     """A piece of a run: `run` makes the directory `output` at one stroke from what `inputs` describes, with a file
-    `mark` in it by which it is known for ours.
+    `mark` in it by which it is known for ours. `after` is done when the output is there, and told whether it was there
+    before.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Stage:
     mark: str
     inputs: Mapping[str, Any]
     run: Callable[[], None]
+    after: Callable[[bool], None] = lambda skipped: None
 
     @property
     def fingerprint(self) -> str:
@@ -186,7 +189,24 @@ def _evaluation(
     from headpool.eval.models import ModelSpec
 
     models = [ModelSpec("baseline", recipe.model, recipe.revision), *(ModelSpec("model", str(one)) for one in made)]
-    return Stage(name, out, "report.json", inputs, lambda: _evaluate(recipe, section, models, out, record))
+    made, final = list(made), name == "eval"  # the list grows with the stages to come
+    return Stage(
+        name,
+        out,
+        REPORT,
+        inputs,
+        lambda: _evaluate(recipe, section, models, out, record),
+        lambda skipped: _refresh_cards(recipe, made, out, keep=skipped and not final),
+    )
+
+
+def _refresh_cards(recipe: Recipe, made: Sequence[Path], report: Path, *, keep: bool) -> None:
+    """Have an evaluation on the cards of what it measured, where they do not show it; `keep` those that show any."""
+    from headpool.measured import is_shown, refresh_card
+
+    for one in made:
+        if not (keep and (one / REPORT).is_file()) and not is_shown(one, report):
+            refresh_card(one, report, recipe)
 
 
 def _training(
@@ -226,6 +246,7 @@ def _convert(recipe: Recipe, out: Path, work: Path) -> None:
     with Progress("tokens") as aligning, Progress("bytes") as progress:
         alignment = Alignment(
             calibration=read_documents(section.calibration, section.text_column) if section.calibration else None,
+            text_column=section.text_column,
             tokens=section.calibration_tokens,
             window=section.calibration_window,
             groups=section.groups,
@@ -302,6 +323,7 @@ def _bring_up_to_date(stage: Stage, note: Path, *, fresh: bool) -> StageResult:
     begin = time.perf_counter()
     if stage.output.exists():
         if not fresh and _read_note(note) == stage.state():
+            stage.after(True)
             return StageResult(stage.name, 0.0, skipped=True)
         if not (stage.output / stage.mark).is_file():
             raise RequestError(f"{stage.output} exists and was not made by a run; remove it or choose another output")
@@ -309,6 +331,7 @@ def _bring_up_to_date(stage: Stage, note: Path, *, fresh: bool) -> StageResult:
     partial = note.with_suffix(".partial")
     partial.write_text(json.dumps(stage.state()) + "\n", encoding="utf-8")
     partial.replace(note)
+    stage.after(False)
     return StageResult(stage.name, time.perf_counter() - begin, skipped=False)
 
 
@@ -320,6 +343,12 @@ def _read_note(note: Path) -> Any:
 
 
 def identity(path: Path) -> list[list[str | int]]:
-    """What identifies a file, or the files right inside a directory, without reading them: names, sizes, times."""
-    files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+    """What identifies a file, or the files right inside a directory, without reading them: names, sizes, times.
+
+    A card, and what it shows, does not count: it is drawn anew.
+    """
+    inside = (
+        [one for one in path.iterdir() if one.is_file() and one.name not in card.FILES] if path.is_dir() else [path]
+    )
+    files = sorted(inside)
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]

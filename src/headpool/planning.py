@@ -6,7 +6,7 @@ nor transformers is imported.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,6 +138,34 @@ def plan(
         memory=memory,
         options=tuple(_option(layers, count, request, weights) for count in counts),
     )
+
+
+TABULATED = (8192, 32768)
+"""Lengths at which the cache of one sequence is told; the longest there is where a model does not reach them."""
+
+
+def cache_facts(config: Mapping[str, Any], shapes: Shapes | None, dtype: str | None = None) -> dict[str, Any]:
+    """A model's K/V cache by the formula, in JSON's types: dtype (the given one, else the model's), kv_heads (a number,
+    or a list where layers differ), bytes_per_token, and bytes_at: those of one sequence by its length in tokens.
+    """
+    layers = geometry.layers(config)
+    dtype = dtype or _dtype(config, shapes)
+    itemsize = headers.BITS[headers.FLOAT_DTYPES[dtype]] // 8
+    positions = families.get(config, families.find_family(config), "max_position_embeddings")
+    curve = dict(geometry.cache_curve(layers, itemsize=itemsize, positions=positions))
+    counts = [layer.kv_heads for layer in layers if layer.kind != "none"]
+    return {
+        "dtype": dtype,
+        "kv_heads": counts[0] if len(set(counts)) == 1 else counts,
+        "bytes_per_token": geometry.cache_bytes_per_token(layers, itemsize),
+        "bytes_at": {str(length): curve[length] for length in tabulated(curve)},
+    }
+
+
+def tabulated(lengths: Iterable[int]) -> list[int]:
+    """Those of TABULATED that are among the lengths of a cache curve, else its longest."""
+    reached = sorted(lengths)
+    return [length for length in TABULATED if length in reached] or reached[-1:]
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,12 @@ def divisible(path: Path) -> bool:
 
 def is_local(source: str) -> bool:
     """Whether `source` names a local file, there or not, rather than a data set on the hub."""
-    path = Path(source)
-    return path.exists() or _file_type(path)[0] in _READERS or not _HUB_ID.fullmatch(source)
+    return Path(source).exists() or is_file_name(source) or not _HUB_ID.fullmatch(source)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name ends as the files do that are read here."""
+    return _file_type(Path(name))[0] in _READERS
 
 
 def _read_file(path: Path, column: str) -> TextData:

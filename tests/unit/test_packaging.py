@@ -17,9 +17,19 @@ FOLDERS = {name: ROOT / folder for name, folder in CONFIG["package-dir"].items()
 BASE = {
     "errors", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint", "destination",
     "hub", "kv_fields", "progress", "drawing", "plots", "text", "score", "recipe", "sections", "check", "rounding",
-    "loading", "tensors", "__init__",
+    "loading", "tensors", "card", "columns", "portable", "__init__",
 }  # fmt: skip
-LEVELS = {"convert": 1, "uptrain": 1, "eval": 1, "launch": 2, "pipeline": 3, "cli": 4, "__main__": 5}
+LEVELS = {
+    "convert": 1,
+    "uptrain": 1,
+    "eval": 1,
+    "launch": 2,
+    "measured": 2,
+    "publish": 3,
+    "pipeline": 3,
+    "cli": 4,
+    "__main__": 5,
+}
 """What may import what: a module imports from its own part or from lower levels. The base is level 0."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import reports
 
+from headpool.drawing import figure
 from headpool.errors import RequestError
 from headpool.eval import wording
 from headpool.eval.schema import ReportFile, load
@@ -89,7 +90,7 @@ def test_a_report_of_before_there_was_a_comparison_for_each_model() -> None:
      (3e15, "3.000e+15"), (9.9999, "10.000"), (-0.5, "-0.5000")],
 )  # fmt: skip
 def test_figures_have_four_digits(value: float, text: str) -> None:
-    assert wording.figure(value) == text
+    assert figure(value) == text
 
 
 def test_times_and_rates() -> None:

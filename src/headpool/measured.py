@@ -1,0 +1,103 @@
+"""An evaluation on the card of what was evaluated: report.json without this machine's paths, its plots, the card."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headpool import plots
+from headpool.card import PLOTS, REPORT, draw_card, replace_files
+from headpool.checkpoint import CARD, read_provenance
+from headpool.drawing import UNADAPTED
+from headpool.errors import RequestError
+from headpool.eval import wording
+from headpool.eval.page import figures
+from headpool.eval.schema import ReportFile, load
+from headpool.portable import portable
+from headpool.recipe import Recipe
+
+
+def card_files(
+    directory: Path, report: Path, *, place: str | None = None, recipe: Recipe | None = None
+) -> dict[str, bytes]:
+    """What an evaluation puts beside a checkpoint, by file name: its plots, the card, report.json.
+
+    directory: a checkpoint that headpool made; report: the folder with a report.json that measured it. Of the report's
+    models only those stay that the card shows: the baseline, the checkpoint, and what that was trained from. place: how
+    code on the card names the checkpoint, its folder where None. recipe: the one that was run, the report's where None.
+
+    Raises RequestError where there is no report, or none of this checkpoint as it is.
+    """
+    values = _published(directory, report)
+    if recipe is None and values["recipe"] is not None:
+        recipe = Recipe.model_validate(yaml.safe_load(values["recipe"]))
+    revision = (read_provenance(directory) or {}).get("source", {}).get("revision")
+    values["recipe"] = None if recipe is None else portable(recipe, revision=revision)
+    shown = ReportFile.model_validate(values)
+    drawn = {plot.name: plots.png(plot.figure) for plot in figures(shown) if plot.name in PLOTS}
+    card = draw_card(directory, place or directory.resolve().name, report=values, plots=list(drawn))
+    return {
+        **{f"{name}.png": content for name, content in drawn.items()},
+        CARD: str(card).encode(),
+        REPORT: (json.dumps(values, indent=2, allow_nan=False) + "\n").encode(),
+    }
+
+
+def refresh_card(directory: Path, report: Path, recipe: Recipe) -> None:
+    """Have an evaluation on the card of a checkpoint, and its plots and report.json beside it; those of an earlier one
+    are replaced. Raises as `card_files`, and HeadpoolError where nothing can be written.
+    """
+    files = card_files(directory, report, recipe=recipe)
+    replace_files(directory, files)
+    for name in PLOTS:
+        if f"{name}.png" not in files:
+            (directory / f"{name}.png").unlink(missing_ok=True)
+
+
+def is_shown(directory: Path, report: Path) -> bool:
+    """Whether a checkpoint's card shows this evaluation already. report.json is written last, so it tells."""
+    held = directory / REPORT
+    if not (held.is_file() and (directory / CARD).is_file()):
+        return False
+    found: dict[str, Any] = json.loads(held.read_text(encoding="utf-8"))
+    return {**_published(directory, report), "recipe": None} == {**found, "recipe": None}
+
+
+def _published(directory: Path, report: Path) -> dict[str, Any]:
+    """report.json for a checkpoint's folder, but for its recipe: the models that its card shows, local ones by name."""
+    parsed = load(report)
+    values: dict[str, Any] = json.loads((report / REPORT).read_text(encoding="utf-8"))
+    named = zip(values["models"], wording.names(parsed.models), strict=True)
+    names = {one["path"]: name if Path(one["path"]).exists() else one["path"] for one, name in named}
+    chosen = _chosen(directory, values["models"], report)
+    kept = {one["path"] for one in chosen}
+    others = tuple(f"{path}:" for path in names if path not in kept)
+    notes = [wording.without_paths(note, parsed) for note in values.get("notes", ()) if not note.startswith(others)]
+    models = [{**one, "path": names[one["path"]]} for one in chosen]
+    if not models[-1]["uptrained"]:
+        values.pop("training", None)
+    return {**values, "models": models, "comparison": models[-1].get("comparison"), "notes": notes}
+
+
+def _chosen(directory: Path, models: Sequence[Mapping[str, Any]], report: Path) -> list[Mapping[str, Any]]:
+    """The baseline, what the checkpoint was trained from, the checkpoint itself."""
+    here = directory.resolve()
+    measured = [one for one in models if one["role"] == "model"]
+    same = [one for one in measured if Path(one["path"]).resolve() == here]
+    alike = same or [one for one in measured if Path(one["path"]).name == here.name]  # from another current directory
+    if not alike:
+        names = ", ".join(one["path"] for one in models)
+        raise RequestError(f"{report / REPORT} is of {names}, not of {directory}")
+    this = alike[0]
+    done = read_provenance(directory) or {}
+    made = {"method": done.get("method"), "layers": done.get("layers", [])}
+    if (this["uptrained"], this["conversion"]) != ("uptrain" in done, made):
+        raise RequestError(f"{directory} is not what {report / REPORT} measured any more; evaluate it again")
+    before = [one for one in measured if one["label"] == UNADAPTED and _conversion(one) == _conversion(this)]
+    return [*[one for one in models if one["role"] == "baseline"][:1], *before[: int(this["uptrained"])], this]
+
+
+def _conversion(model: Mapping[str, Any]) -> list[Any]:
+    return [model["kv_heads"], model["conversion"]]

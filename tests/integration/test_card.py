@@ -1,0 +1,236 @@
+"""The model card of what convert, uptrain and run made: its figures, its metadata, and no path of this machine."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import here
+import pytest
+import tiny
+import training
+import yaml
+from huggingface_hub import ModelCard
+
+from headpool.convert.run import convert_checkpoint
+from headpool.pipeline import run_recipe
+from headpool.recipe import Recipe
+
+SOURCE = """---
+license: other
+license_name: tiny-licence
+license_link: LICENSE
+language: [en, de]
+tags: [novels, gqa]
+pipeline_tag: text-generation
+---
+# The original
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a recipe that was run all the way; its output is `run`."""
+    with pytest.MonkeyPatch.context() as patched:
+        here.check_here(patched)
+        folder = tmp_path_factory.mktemp("card")
+        path = training.recipe_file(folder)
+        (folder / "model" / "README.md").write_text(SOURCE)
+        path.write_text(path.read_text() + "eval: {data: valid.txt, window: 64, contexts: [8, 32]}\n")
+        run_recipe(recipe(folder))
+        yield folder
+
+
+def recipe(folder: Path, *overrides: str) -> Recipe:
+    own = [f"output={folder / 'run'}", "uptrain.tokens=512", "uptrain.eval_every=1"]
+    return training.load(folder / "my.yaml", *own, *overrides)
+
+
+def held(directory: Path, name: str) -> Any:
+    return json.loads((directory / name).read_text())
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """Every number in a JSON value, those in its texts too."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from numbers(key)
+            yield from numbers(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from numbers(one)
+    elif isinstance(value, str):
+        yield from (float(one) for one in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", value))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+UNITS = {"bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "ms": 1e-3, "": 1.0}
+
+
+def foreign(card: str, files: list[Any]) -> list[str]:
+    """The figures on a card that no number of the JSON files rounds to."""
+    text = re.sub(r"```bibtex.*?```|`[0-9a-f]{16,}`|\]\([^)]*\)", "", card, flags=re.DOTALL)
+    text = re.sub(r"(?m)^#   \S+  [0-9a-f]{64}$|sha256: [0-9a-f]{64}", "", text)  # a file's name and hash
+    known = [one for file in files for one in numbers(file)]
+    missing = []
+    for figure, unit in re.findall(r"(?<![\w.-])(\d[\d,]*(?:\.\d+)*(?:e-?\d+)?)k?(?: (bytes|KiB|MiB|GiB|ms))?", text):
+        plain = figure.replace(",", "").rstrip(".")
+        if plain.count(".") > 1:  # a version
+            if not any(plain in json.dumps(file) for file in files):
+                missing.append(figure)
+            continue
+        decimals = len(plain.partition(".")[2].partition("e")[0])
+        digits = len(plain.replace(".", "").lstrip("0"))
+        step = max(10.0**-decimals, 10.0 ** (len(plain.partition(".")[0]) - 4) if digits >= 4 and not decimals else 0)
+        value = float(plain)
+        if not any(abs(one / UNITS[unit] - value) <= step / 2 * 1.000001 for one in known):
+            missing.append(f"{figure} {unit}")
+    return missing
+
+
+@pytest.mark.parametrize("name", ["converted", "uptrained"])
+def test_every_figure_is_in_one_of_the_files_beside_it(ran: Path, name: str) -> None:
+    directory = ran / "run" / name
+    card = (directory / "README.md").read_text()
+    files = [held(directory, "headpool.json"), held(directory, "report.json")]
+    assert foreign(card, files) == []
+    assert foreign(card + "\nIts perplexity is 7.77.", files) == ["7.77 "], "the test can tell"
+    perplexities = [f"{model['perplexity']:.4g}" for model in files[1]["models"]]
+    row = next(line for line in card.splitlines() if line.startswith("| perplexity"))
+    assert [float(cell.replace(",", "")) for cell in row.split("|")[2:-1]] == [float(one) for one in perplexities]
+
+
+def test_the_columns_are_the_original_and_what_became_of_it(ran: Path) -> None:
+    converted = (ran / "run" / "converted" / "README.md").read_text()
+    assert "|  | original | converted, not yet uptrained |\n" in converted
+    assert "**Converted, not yet uptrained.**" in converted
+    uptrained = (ran / "run" / "uptrained" / "README.md").read_text()
+    assert "|  | original | converted, not yet uptrained | converted and uptrained |\n" in uptrained
+    assert "**Converted, not yet uptrained.**" not in uptrained
+    # 2 layers x 2 x 12, 4 and 4 K/V heads x 8 x 4 bytes
+    assert "| K/V cache per token | 1.5 KiB | 512 bytes | 512 bytes |" in uptrained
+    assert "| K/V cache at 128 tokens | 192 KiB | 64 KiB | 64 KiB |" in uptrained
+    assert re.search(r"\| decode step at 32 tokens, batch 1 \| [\d.]+ ms \| [\d.]+ ms \| [\d.]+ ms \|", uptrained)
+
+
+def test_metadata(ran: Path) -> None:
+    report = held(ran / "run" / "uptrained", "report.json")
+    data = ModelCard.load(ran / "run" / "uptrained" / "README.md").data
+    assert (data.license, data.license_name, data.license_link) == ("other", "tiny-licence", "LICENSE")
+    assert (data.language, data.pipeline_tag, data.library_name) == (["en", "de"], "text-generation", "transformers")
+    assert data.tags == ["novels", "gqa", "headpool"]
+    assert data.base_model is None, "a folder of this machine is no hub id"
+    assert "base_model" not in data.to_dict()
+    assert "base_model_relation" not in data.to_dict()
+    assert data.datasets is None, "a file of this machine is no data set on the hub"
+    results = data.eval_results
+    assert [one.metric_value for one in results] == [one["perplexity"] for one in reversed(report["models"])]
+    assert {one.metric_type for one in results} == {"perplexity"}
+    assert {one.dataset_name for one in results} == {"valid.txt"}
+    assert {one.dataset_args["sha256"] for one in results} == {report["data"]["sha256"]}
+
+
+@pytest.mark.parametrize("name", ["converted", "uptrained"])
+def test_no_path_of_this_machine(ran: Path, name: str) -> None:
+    for file in ("README.md", "headpool.json", "report.json"):
+        text = (ran / "run" / name / file).read_text()
+        assert str(ran) not in text, file
+        assert not re.search(r"(?<![\w.:/<)])/(?:tmp|home|root|usr|var|private)\b", text), file
+
+
+def test_the_recipe_on_the_card_runs_from_another_folder(ran: Path, tmp_path: Path) -> None:
+    card = (ran / "run" / "uptrained" / "README.md").read_text()
+    text = re.search(r"```yaml\n(.*?)```", card, re.DOTALL)
+    assert text is not None
+    digests = dict(re.findall(r"(?m)^#   (\S+)  ([0-9a-f]{64})$", text[1]))
+    assert set(digests) == {"model", "train.txt", "valid.txt"}
+    import hashlib
+
+    for name in ("train.txt", "valid.txt"):
+        shutil.copyfile(ran / name, tmp_path / name)
+        assert hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() == digests[name]
+    (tmp_path / "model").symlink_to(ran / "model")
+    (tmp_path / "recipe.yaml").write_text(text[1])
+    from headpool.recipe import load_recipe
+
+    again = load_recipe(str(tmp_path / "recipe.yaml"))
+    first = recipe(ran)
+    assert again.convert == first.convert
+    assert again.uptrain is not None
+    assert first.uptrain is not None
+    assert again.uptrain.model_dump(exclude={"data", "validation"}) == first.uptrain.model_dump(
+        exclude={"data", "validation"}
+    )
+    assert again.uptrain.data[0].path == str(tmp_path / "train.txt")
+
+
+def test_what_lies_beside_the_card(ran: Path) -> None:
+    converted, uptrained = ran / "run" / "converted", ran / "run" / "uptrained"
+    for directory, plots in (
+        (converted, {"quality-against-cache.png", "cache-against-context.png"}),
+        (uptrained, {"quality-against-cache.png", "cache-against-context.png", "learning-curve.png"}),
+    ):
+        assert {path.name for path in directory.glob("*.png")} == plots
+        card = (directory / "README.md").read_text()
+        for plot in plots:
+            assert (directory / plot).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+            assert f"]({plot})" in card
+        assert (directory / "SOURCE_README.md").read_text() == SOURCE
+        assert "(SOURCE_README.md)" in card
+        assert "[LICENSE](LICENSE)" in card
+        assert not list(directory.glob(".*")), "nothing half-written"
+        tiny.load(directory)
+
+
+def test_a_card_is_outside_fingerprints_and_drawn_again_where_it_is_gone(ran: Path) -> None:
+    card = ran / "run" / "uptrained" / "README.md"
+    before = card.read_text()
+    card.write_text("mine")
+    assert all(stage.skipped for stage in run_recipe(recipe(ran)).stages)
+    assert card.read_text() == "mine", "what its owner wrote is kept"
+    card.unlink()
+    assert all(stage.skipped for stage in run_recipe(recipe(ran)).stages)
+    assert card.read_text() == before
+
+
+def test_base_model_of_what_was_made_of_a_hub_model(ran: Path) -> None:
+    from headpool.card import base_model
+
+    hub = {"model": "someone/model", "revision": "c0ffee"}
+    assert base_model({"source": hub}) == "someone/model"
+    assert base_model({"source": {"model": "converted", "revision": None, "source": hub}}) == "someone/model"
+    assert base_model({"source": {"model": "model", "revision": None}}) is None
+    assert base_model({}) is None
+
+
+@pytest.mark.usefixtures("quick_check")
+def test_a_second_conversion_keeps_the_original_and_its_card(ran: Path, tmp_path: Path) -> None:
+    convert_checkpoint(str(ran / "run" / "converted"), tmp_path / "mqa", kv_heads=1)
+    assert (tmp_path / "mqa" / "SOURCE_README.md").read_text() == SOURCE
+    done = held(tmp_path / "mqa", "headpool.json")
+    assert done["source"]["model"] == "converted"
+    assert done["source"]["source"]["model"] == "model"
+    card = ModelCard.load(tmp_path / "mqa" / "README.md")
+    assert card.data.tags == ["novels", "gqa", "mqa", "headpool"]
+    assert card.data.eval_results is None
+    assert foreign(str(card), [done]) == []
+    text = re.search(r"```yaml\n(.*?)```", str(card), re.DOTALL)
+    assert text is not None
+    assert yaml.safe_load(text[1])["convert"] == {"kv_heads": 1, "method": "mean"}
+
+
+@pytest.mark.parametrize(
+    "text", ["no metadata", "---\nlicense: [\n---\n", "---\n- a list\n---\n", "---\nlicense: mit", "\xff"]
+)
+@pytest.mark.usefixtures("quick_check")
+def test_a_source_card_that_cannot_be_read_is_kept_and_inherits_nothing(tmp_path: Path, text: str) -> None:
+    model = tiny.checkpoint(tmp_path / "model")
+    (model / "README.md").write_bytes(text.encode("latin-1"))
+    convert_checkpoint(str(model), tmp_path / "out", kv_heads=4)
+    assert (tmp_path / "out" / "SOURCE_README.md").read_bytes() == text.encode("latin-1")
+    data = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert data.license is None
+    assert data.tags == ["gqa", "headpool"]
