@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headpool import checkpoint, geometry
 from headpool.checkpoint import CARD, SOURCE_CARD
 from headpool.columns import Column, columns, table
-from headpool.drawing import figure
+from headpool.drawing import UNADAPTED, figure
 from headpool.errors import HeadpoolError
 from headpool.headers import read_json_object
 from headpool.planning import format_bytes
@@ -78,11 +78,13 @@ def draw_card(
     config: Mapping[str, Any] | None = None,
     report: Mapping[str, Any] | None = None,
     plots: Sequence[str] | None = None,
+    licence: str | None = None,
 ) -> "ModelCard":
     """The card of a checkpoint that headpool made.
 
     place: how code is to name the checkpoint, a folder or a hub id. config, report, plots: what is going to lie beside
-    the card as config.json, report.json and PNG; None takes what does. Raises RequestError for what cannot be read.
+    the card as config.json, report.json and PNG; None takes what does. licence: the hub's word for one that the
+    source's card does not name. Raises RequestError for what cannot be read.
     """
     from huggingface_hub import ModelCard
 
@@ -92,7 +94,9 @@ def draw_card(
     if plots is None:
         plots = [name for name in PLOTS if (directory / f"{name}.png").is_file()]
     config = config or checkpoint.read_config(directory)[1]
-    parts = _Card(directory, done, report, config, _source_metadata(directory))
+    inherited = source_metadata(directory)
+    given = {"license": licence} if licence and not inherited.get("license") else {}
+    parts = _Card(directory, done, report, config, {**inherited, **given})
     template = (resources.files("headpool") / "card.md.jinja").read_text(encoding="utf-8")
     card: ModelCard = ModelCard.from_template(
         parts.metadata(),
@@ -129,7 +133,7 @@ def base_model(done: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _source_metadata(directory: Path) -> dict[str, Any]:
+def source_metadata(directory: Path) -> dict[str, Any]:
     """The metadata of the source's card; empty where there is none, or none that can be read."""
     from huggingface_hub import metadata_load
 
@@ -282,7 +286,8 @@ class _Card:
 
     def limits(self) -> list[str]:
         """What an evaluation found that readers of its figures have to know."""
-        return [] if self.report is None else [str(note) for note in self.report.get("notes", ())]
+        found = [] if self.report is None else [str(note) for note in self.report.get("notes", ())]
+        return [f"{note[:1].upper()}{note[1:]}" for note in found if UNADAPTED not in note and "prefill" not in note]
 
     def facts(self) -> Iterator[str]:
         """Sources, settings, seeds, versions and hashes."""
@@ -304,7 +309,7 @@ class _Card:
             yield f"Evaluation, versions: {_settings(self.report['versions'])}"
 
     def licence(self) -> str:
-        files = [path.name for path in sorted(self.directory.iterdir()) if _LEGAL.match(path.name)]
+        files = [path.name for path in sorted(self.directory.iterdir()) if LEGAL.match(path.name)]
         listed = ", ".join(f"[{name}]({name})" for name in files)
         name = self.inherited.get("license_name") or self.inherited.get("license")
         if name is None:
@@ -317,7 +322,7 @@ class _Card:
         return f"The original's licence, {name}, holds for this model, too{f': {listed}' if files else ''}."
 
 
-_LEGAL = re.compile(r"(?i)licen[cs]e|notice|use_policy|copying|copyright")
+LEGAL = re.compile(r"(?i)licen[cs]e|notice|use_policy|copying|copyright")
 
 
 def _settings(values: Mapping[str, Any]) -> str:

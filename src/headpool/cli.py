@@ -330,6 +330,49 @@ def run(
     _show(result.describe(), result.to_dict(), as_json)
 
 
+@app.command()
+def publish(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint that headpool made.", show_default=False)],
+    repo_id: Annotated[str, typer.Argument(help="Where it goes on the hub: USER/NAME.", show_default=False)],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="A branch; made where it is not there.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Propose it as a pull request.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show what would go up.")] = False,
+    token: Annotated[str | None, typer.Option(help="Default: the one that `hf auth login` left.")] = None,
+    accept_base_license: Annotated[
+        bool, typer.Option("--accept-base-license", help="You have accepted the licence of the gated original.")
+    ] = False,
+    license: Annotated[  # noqa: A002
+        str | None, typer.Option(help="The hub's identifier of the licence, where the source's card names none.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="The folder of an evaluation, to go on the card.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a checkpoint and its card, and upload them in one commit. Interrupted, the same command goes on.
+
+    Example: headpool publish headpool-out/quickstart/uptrained USER/NAME --dry-run
+    """
+    from headpool.progress import Progress
+    from headpool.publish import publish as upload
+
+    with _stdout_for_json(as_json), Progress("bytes") as progress:
+        result = upload(
+            directory,
+            repo_id,
+            private=private,
+            revision=revision,
+            create_pr=create_pr,
+            dry_run=dry_run,
+            token=token,
+            accept_base_license=accept_base_license,
+            license=license,
+            report=report,
+            announce=lambda planned: None if as_json else _show(planned.describe(), {}, False),
+            progress=None if sys.stderr.isatty() else progress,
+        )
+    _show(result.describe(), result.to_dict(), as_json)
+
+
 @recipes_app.callback()
 def recipes(context: typer.Context, as_json: Json = False) -> None:
     """List the recipes that come with headpool.

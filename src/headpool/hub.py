@@ -2,12 +2,42 @@
 
 import errno
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from headpool import headers
 from headpool.errors import HeadpoolError, RequestError
+
+ATTEMPTS = 4
+"""How often the hub is asked where it fails, with WAIT seconds after the first time, which double."""
+
+WAIT = 1.0
+
+T = TypeVar("T")
+
+
+def patiently(ask: Callable[[], T], attempts: int = ATTEMPTS) -> T:
+    """What `ask` returns, asked again while the hub answers that it failed (5xx). Whatever else is raised passes."""
+    for attempt in range(1, attempts):
+        try:
+            return ask()
+        except Exception as error:
+            if (status_of(error) or 0) < 500:
+                raise
+        time.sleep(WAIT * 2 ** (attempt - 1))
+    return ask()
+
+
+def status_of(error: BaseException | None) -> int | None:
+    """The status of the hub's answer that an exception of its client is about, None where there was none."""
+    from huggingface_hub import errors
+
+    while error is not None and not isinstance(error, errors.HfHubHTTPError):
+        error = error.__cause__
+    return None if error is None else int(error.response.status_code)
 
 
 @contextmanager
@@ -46,7 +76,7 @@ def download(model: str, revision: str | None, patterns: tuple[str, ...], *, wei
     from huggingface_hub import snapshot_download
 
     def fetch(commit: str | None, *wanted: str) -> Path:
-        return Path(snapshot_download(model, revision=commit, allow_patterns=list(wanted)))
+        return Path(patiently(lambda: snapshot_download(model, revision=commit, allow_patterns=list(wanted))))
 
     with hub_errors(model, revision):
         directory = fetch(revision, "config.json", *patterns)

@@ -20,13 +20,14 @@ from headpool.recipe import Recipe
 
 
 def card_files(
-    directory: Path, report: Path, *, place: str | None = None, recipe: Recipe | None = None
+    directory: Path, report: Path, *, place: str | None = None, recipe: Recipe | None = None, licence: str | None = None
 ) -> dict[str, bytes]:
     """What an evaluation puts beside a checkpoint, by file name: its plots, the card, report.json.
 
     directory: a checkpoint that headpool made; report: the folder with a report.json that measured it. Of the report's
     models only those stay that the card shows: the baseline, the checkpoint, and what that was trained from. place: how
     code on the card names the checkpoint, its folder where None. recipe: the one that was run, the report's where None.
+    licence: as for `draw_card`.
 
     Raises RequestError where there is no report, or none of this checkpoint as it is.
     """
@@ -37,7 +38,8 @@ def card_files(
     values["recipe"] = None if recipe is None else portable(recipe, revision=revision)
     shown = ReportFile.model_validate(values)
     drawn = {plot.name: plots.png(plot.figure) for plot in figures(shown) if plot.name in PLOTS}
-    card = draw_card(directory, place or directory.resolve().name, report=values, plots=list(drawn))
+    place = place or directory.resolve().name
+    card = draw_card(directory, place, report=values, plots=list(drawn), licence=licence)
     return {
         **{f"{name}.png": content for name, content in drawn.items()},
         CARD: str(card).encode(),

@@ -66,6 +66,7 @@ def test_files_travel_as_bytes_and_the_config_changes_in_one_value(
     assert (out / "SOURCE_README.md").read_bytes() == (source / "README.md").read_bytes()
     assert {path.name for path in out.iterdir()} == {
         *KEPT,
+        "README.md",
         "SOURCE_README.md",
         "config.json",
         "headpool.json",
