@@ -20,7 +20,7 @@ from typing import Any
 
 from headpool.convert.aligned.options import CALIBRATION_TOKENS, HEAL_STEPS, Alignment
 from headpool.convert.run import convert_checkpoint
-from headpool.eval.evaluate import ModelSpec, evaluate
+from headpool.eval.measure import ModelSpec, evaluate
 from headpool.text import TextData, read_documents, read_texts
 
 

@@ -49,7 +49,7 @@ from headpool import __version__
 from headpool.drawing import UNADAPTED
 from headpool.errors import HeadpoolError, RequestError
 from headpool.eval.decode import Timing
-from headpool.eval.evaluate import ModelResult, Report
+from headpool.eval.measure import ModelResult, Report
 
 FILE = "report.json"
 

@@ -15,7 +15,6 @@ from headpool import checkpoint, geometry
 from headpool.checkpoint import CARD, SOURCE_CARD
 from headpool.columns import Column, columns, table
 from headpool.drawing import UNADAPTED, figure
-from headpool.errors import HeadpoolError
 from headpool.headers import read_json_object
 from headpool.planning import format_bytes
 from headpool.portable import DATA, inputs
@@ -51,21 +50,19 @@ INHERITED = ("license", "license_name", "license_link", "language", "pipeline_ta
 def write_card(directory: Path, place: str, config: Mapping[str, Any] | None = None) -> None:
     """Draw README.md of a checkpoint that headpool made, at one stroke, from the files beside it.
 
-    As `draw_card`. Raises HeadpoolError where it cannot be written; an earlier card is then still whole.
+    As `draw_card`. Raises OSError where it cannot be written; an earlier card is then still whole.
     """
     replace_files(directory, {CARD: str(draw_card(directory, place, config=config)).encode()})
 
 
 def replace_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write files beside their places, then rename them, in their order. Raises HeadpoolError where that fails."""
+    """Write files beside their places, then rename them, in their order. Raises OSError."""
     partials = {directory / name: directory / f".{name}.partial" for name in files}
     try:
         for partial, content in zip(partials.values(), files.values(), strict=True):
             partial.write_bytes(content)
         for path, partial in partials.items():
             partial.replace(path)
-    except OSError as error:
-        raise HeadpoolError(f"{directory} cannot be written: {error.strerror}") from error
     finally:
         for partial in partials.values():
             partial.unlink(missing_ok=True)

@@ -1,22 +1,19 @@
 """The command line: each verb parses, validates, calls. Heavy packages are imported by the verb that needs them."""
 
-import contextlib
 import json
 import os
-import signal
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headpool.errors import HeadpoolError
+from headpool.console import run_to_exit, show, stdout_for_json
 
 app = typer.Typer(
     name="headpool",
-    help="Fewer key/value heads for pretrained language models: plan, convert, uptrain, measure.",
+    help="Fewer key/value heads for pretrained language models: plan, convert, uptrain, measure, publish.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -29,42 +26,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Signalled(BaseException):
-    """One of SIGNALS arrived: unwind, clean up, exit with 128 + number."""
-
-
 def main() -> None:
     """Run the command line; exits 0, 1 (it failed), 2 (impossible) or 128 + n (stopped by signal n)."""
-    for number in SIGNALS:
-        signal.signal(number, _on_signal)
-    try:
-        try:
-            app()
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit would try, and fail, once more
-        _fail(error.strerror or str(error), 1)
-    except HeadpoolError as error:
-        _fail(str(error), error.exit_code)
-    except Signalled as stop:
-        number = stop.args[0]
-        _fail(f"stopped by {signal.Signals(number).name}; nothing half-written was left", 128 + number)
-
-
-def _on_signal(number: int, _: Any) -> None:
-    for one in SIGNALS:
-        signal.signal(one, signal.SIG_IGN)  # impatience must not interrupt the cleaning up
-    raise Signalled(number)
-
-
-def _fail(message: str, code: int) -> None:
-    print(f"headpool: {message}", file=sys.stderr)  # noqa: T201
-    sys.exit(code)
+    run_to_exit(app)
 
 
 def _version(wanted: bool) -> None:
@@ -105,7 +69,7 @@ def plan(
 
     size = parse_size(memory) if memory is not None else None
     result = make_plan(model, context=context, batch=batch, memory=size, revision=revision)
-    _show(plan_table(result), result.to_dict(), as_json)
+    show(plan_table(result), result.to_dict(), as_json)
 
 
 @app.command()
@@ -155,7 +119,7 @@ def convert(
     from headpool.progress import Progress
     from headpool.text import read_documents
 
-    with _stdout_for_json(as_json), Progress("tokens") as aligning, Progress("bytes") as progress:
+    with stdout_for_json(as_json), Progress("tokens") as aligning, Progress("bytes") as progress:
         alignment = Alignment(
             calibration=read_documents(calibration, text_column) if calibration is not None else None,
             text_column=text_column,
@@ -185,7 +149,7 @@ def convert(
             progress=lambda done, total: progress("convert", done, total),
             transcoding=lambda done, total: progress("transcode", done, total),
         )
-    _show(result.describe(), result.to_dict(), as_json)
+    show(result.describe(), result.to_dict(), as_json)
 
 
 @app.command(name="eval")
@@ -229,8 +193,8 @@ def evaluate(
     if revision is not None and len(models) > 1:
         raise typer.BadParameter("--revision belongs to one MODEL; give its directory instead")
     lengths, sizes = _numbers("--contexts", contexts), _numbers("--batches", batches)
-    with _stdout_for_json(as_json):
-        from headpool.eval.evaluate import evaluate as run_evaluation
+    with stdout_for_json(as_json):
+        from headpool.eval.measure import evaluate as run_evaluation
         from headpool.eval.models import ModelSpec
         from headpool.eval.page import draw
         from headpool.eval.report import check_out, read_report, write_report
@@ -258,7 +222,7 @@ def evaluate(
             )
         values = read_report(write_report(report, out))
         page = draw(out)[-1]
-    _show(table(values), values, as_json)
+    show(table(values), values, as_json)
     if not as_json:
         typer.echo(f"report: {page}")
 
@@ -275,7 +239,7 @@ def draw_report(
     from headpool.eval.page import draw
 
     files = [str(path) for path in draw(directory)]
-    _show("\n".join(files), {"files": files}, as_json)
+    show("\n".join(files), {"files": files}, as_json)
 
 
 @app.command()
@@ -297,7 +261,7 @@ def uptrain(
     from headpool.recipe import load_recipe
 
     parsed = load_recipe(recipe, overrides or [])
-    with _stdout_for_json(as_json), Progress("tokens") as progress:
+    with stdout_for_json(as_json), Progress("tokens") as progress:
         if dry_run:
             from headpool.uptrain.estimate import estimate
 
@@ -307,7 +271,7 @@ def uptrain(
 
             result = run_training(parsed, fresh=fresh, replace=replace, progress=partial(progress, "uptrain"))
     if os.environ.get("RANK", "0") == "0":
-        _show(result.describe(), result.to_dict(), as_json)
+        show(result.describe(), result.to_dict(), as_json)
 
 
 @app.command()
@@ -325,9 +289,20 @@ def run(
     from headpool.recipe import load_recipe
 
     parsed = load_recipe(recipe, overrides or [])
-    with _stdout_for_json(as_json):
+    with stdout_for_json(as_json):
         result = run_recipe(parsed, fresh=fresh)
-    _show(result.describe(), result.to_dict(), as_json)
+    show(result.describe(), result.to_dict(), as_json)
+
+
+@app.command()
+def schema(as_json: Annotated[bool, typer.Option("--json", help="As one line.")] = False) -> None:
+    """The JSON Schema of recipes, with which editors complete and check them.
+
+    Example: headpool schema > headpool.schema.json
+    """
+    from headpool.recipe import recipe_schema
+
+    typer.echo(json.dumps(recipe_schema(), indent=None if as_json else 2))
 
 
 @app.command()
@@ -355,7 +330,7 @@ def publish(
     from headpool.progress import Progress
     from headpool.publish import publish as upload
 
-    with _stdout_for_json(as_json), Progress("bytes") as progress:
+    with stdout_for_json(as_json), Progress("bytes") as progress:
         result = upload(
             directory,
             repo_id,
@@ -367,10 +342,10 @@ def publish(
             accept_base_license=accept_base_license,
             license=license,
             report=report,
-            announce=lambda planned: None if as_json else _show(planned.describe(), {}, False),
+            announce=lambda planned: None if as_json else show(planned.describe(), {}, False),
             progress=None if sys.stderr.isatty() else progress,
         )
-    _show(result.describe(), result.to_dict(), as_json)
+    show(result.describe(), result.to_dict(), as_json)
 
 
 @recipes_app.callback()
@@ -385,7 +360,7 @@ def recipes(context: typer.Context, as_json: Json = False) -> None:
 
     shipped = {name: f"headpool run {name}" for name in shipped_recipes()}
     listing = [{"name": name, "command": command} for name, command in shipped.items()]
-    _show("\n".join(f"{name}    {command}" for name, command in shipped.items()), {"recipes": listing}, as_json)
+    show("\n".join(f"{name}    {command}" for name, command in shipped.items()), {"recipes": listing}, as_json)
 
 
 @recipes_app.command()
@@ -400,7 +375,7 @@ def copy(
     from headpool.recipe import copy_recipe
 
     path = copy_recipe(name, Path.cwd())
-    _show(f"copied to {path}", {"recipe": str(path)}, as_json)
+    show(f"copied to {path}", {"recipe": str(path)}, as_json)
 
 
 def _numbers(option: str, text: str | None) -> list[int]:
@@ -409,21 +384,3 @@ def _numbers(option: str, text: str | None) -> list[int]:
         return [int(number) for number in text.split(",")] if text else []
     except ValueError:
         raise typer.BadParameter(f"{option}: {text!r} is no list of whole numbers such as 512,2048") from None
-
-
-@contextlib.contextmanager
-def _stdout_for_json(as_json: bool) -> Iterator[None]:
-    """With --json, keep standard output for the one object: whatever else prints goes to standard error."""
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield
-
-
-def _show(renderable: Any, values: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(values, allow_nan=False))
-        return
-    from rich.console import Console
-
-    # Paths may hold brackets: nothing here is markup.
-    console = Console(width=None if sys.stdout.isatty() else 140, markup=False, highlight=False)
-    console.print(renderable)

@@ -252,8 +252,11 @@ def plan(
     memory: int | None = None,
     revision: str | None = None,
 ) -> "Plan":
-    """What each K/V-head count of a model would take and save: see headpool.planning, which imports this
-    module.
+    """What each K/V-head count of a model would take and save, for `batch` sequences of `context` tokens.
+
+    model: a directory or a hub id, of which config and headers are read, at `revision`; context: the model's positions
+    where None; memory: bytes for weights and cache. Raises RequestError for a model whose layers cannot be told. It is
+    headpool.planning's, which imports this module.
     """
     from headpool.planning import plan as make_plan
 

@@ -11,7 +11,7 @@ from headpool import plots
 from headpool.card import PLOTS, REPORT, draw_card, replace_files
 from headpool.checkpoint import CARD, read_provenance
 from headpool.drawing import UNADAPTED
-from headpool.errors import RequestError
+from headpool.errors import HeadpoolError, RequestError
 from headpool.eval import wording
 from headpool.eval.page import figures
 from headpool.eval.schema import ReportFile, load
@@ -52,10 +52,13 @@ def refresh_card(directory: Path, report: Path, recipe: Recipe) -> None:
     are replaced. Raises as `card_files`, and HeadpoolError where nothing can be written.
     """
     files = card_files(directory, report, recipe=recipe)
-    replace_files(directory, files)
-    for name in PLOTS:
-        if f"{name}.png" not in files:
-            (directory / f"{name}.png").unlink(missing_ok=True)
+    try:
+        replace_files(directory, files)
+        for name in PLOTS:
+            if f"{name}.png" not in files:
+                (directory / f"{name}.png").unlink(missing_ok=True)
+    except OSError as error:
+        raise HeadpoolError(f"{directory} cannot be written: {error.strerror}") from error
 
 
 def is_shown(directory: Path, report: Path) -> bool:

@@ -293,7 +293,7 @@ def _evaluate(
     out: Path,
     record: Path | None = None,
 ) -> None:
-    from headpool.eval.evaluate import evaluate
+    from headpool.eval.measure import evaluate
     from headpool.eval.page import draw
     from headpool.eval.report import write_report
     from headpool.uptrain.metrics import read_record

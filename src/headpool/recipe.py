@@ -128,6 +128,13 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
     return _resolved(parsed, path.parent)
 
 
+def recipe_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a recipe's file, for editors. What spans several keys is beyond it."""
+    schema = Recipe.model_json_schema(mode="validation")
+    schema["required"] = [key for key in schema["required"] if key != "output"]  # the file's name is its default
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "headpool recipe"}
+
+
 def shipped_recipes() -> dict[str, Path]:
     """The recipes that come with headpool, by name: FOLDER/FILE without its suffix."""
     root = _shipped()

@@ -45,7 +45,11 @@ def _held_out(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-DataSources = Annotated[tuple[DataSource, ...], BeforeValidator(_data_sources), Field(min_length=1)]
+_OneOrMore = str | DataSource | Annotated[list[str | DataSource], Field(min_length=1)]
+
+DataSources = Annotated[
+    tuple[DataSource, ...], Field(min_length=1), BeforeValidator(_data_sources, json_schema_input_type=_OneOrMore)
+]
 """For `data` of a section that trains: after validation always a tuple of DataSource."""
 
 
@@ -77,6 +81,9 @@ FREE = {"save_every", "keep", "micro_batch", "gradient_checkpointing", "compile"
 """Keys of an uptrain section that do not decide what is computed, beyond rounding: they may change between attempts."""
 
 
+_Schedule = Literal["constant", "cosine", "wsd"] | ScheduleSection
+
+
 def _schedule(value: Any) -> Any:
     return {"shape": value} if isinstance(value, str) else value
 
@@ -87,7 +94,9 @@ def _interval(value: Any) -> Any:
     return value
 
 
-Interval = Annotated[Positive | str, BeforeValidator(_interval)]
+_Time = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(s|min|h)$")]
+
+Interval = Annotated[Positive | str, BeforeValidator(_interval, json_schema_input_type=Positive | _Time)]
 """A number of steps, or a time: 90s, 10min, 2h."""
 
 
@@ -108,7 +117,9 @@ class UptrainSection(Section):
     batch_tokens: Positive | None = Field(None, description="tokens of an optimizer step; default: 64 blocks")
     micro_batch: Positive = Field(8, description="blocks that a device holds at a time")
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(1e-4, description="at its peak")
-    schedule: Annotated[ScheduleSection, BeforeValidator(_schedule)] = ScheduleSection.model_validate({})
+    schedule: Annotated[ScheduleSection, BeforeValidator(_schedule, json_schema_input_type=_Schedule)] = (
+        ScheduleSection.model_validate({})
+    )
     optimizer: Literal["adamw", "adafactor"] = "adamw"
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="of adamw")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of matrices; vectors have none")
@@ -135,7 +146,7 @@ class UptrainSection(Section):
     )
     save_every: Interval = Field("10min", description="steps or time between checkpoints of the training state")
     keep: Positive = Field(2, description="how many of them are kept, beside the best")
-    validation: Annotated[HeldOutText | None, BeforeValidator(_held_out)] = Field(
+    validation: Annotated[HeldOutText | None, BeforeValidator(_held_out, json_schema_input_type=str | HeldOutText)] = Field(
         None, description="text for validation perplexity: a path, a hub id, or a mapping with its column"
     )
     validation_tokens: Positive = Field(65536, description="how much of it is used")

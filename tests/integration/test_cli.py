@@ -10,7 +10,8 @@ import pytest
 import reports
 import tiny
 
-from headpool.cli import _show, app
+from headpool.cli import app
+from headpool.console import show
 
 
 def headpool(*arguments: str | Path, code: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -175,5 +176,5 @@ def test_recipes_are_listed_and_copied(tmp_path: Path) -> None:
 
 
 def test_brackets_in_paths_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    _show("wrote models[v2]/a[/b]", {}, as_json=False)
+    show("wrote models[v2]/a[/b]", {}, as_json=False)
     assert capsys.readouterr().out == "wrote models[v2]/a[/b]\n"

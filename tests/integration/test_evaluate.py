@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from headpool.errors import HeadpoolError, RequestError
-from headpool.eval.evaluate import Report, evaluate
+from headpool.eval.measure import Report, evaluate
 from headpool.eval.models import ModelSpec
 from headpool.eval.report import as_json, check_out, write_report
 from headpool.eval.tables import table

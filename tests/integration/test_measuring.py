@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headpool.errors import RequestError
 from headpool.eval import samples
-from headpool.eval.evaluate import Report, evaluate
+from headpool.eval.measure import Report, evaluate
 from headpool.eval.models import ModelSpec
 from headpool.eval.report import as_json, read_report, write_report
 from headpool.eval.tables import table

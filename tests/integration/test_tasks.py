@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headpool.errors import RequestError
-from headpool.eval.evaluate import evaluate
+from headpool.eval.measure import evaluate
 from headpool.eval.models import ModelSpec
 from headpool.eval.report import as_json
 from headpool.eval.tasks import Tasks
