@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 INGREDIENTS := pyproject.toml constraints.txt
 
-.PHONY: quickstart test serving quality study defaults clean
+.PHONY: quickstart test serving quality study defaults dist clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/headpool run recipes/quickstart/gqa2.yaml
@@ -33,6 +33,16 @@ study: $(VENV)/.installed
 # Measure the class defaults of all families anew from the installed transformers.
 defaults: $(VENV)/.installed
 	$(BIN)/python tools/class_defaults.py
+
+# sdist and wheel, checked; the wheel runs the quickstart from an empty folder, in an environment of its own. RUN may hold
+# overrides of the recipe, TAG the tag of a release.
+dist: $(VENV)/.installed-release
+	rm -rf build dist
+	$(BIN)/python -m build
+	$(BIN)/python tools/check_dist.py dist $(if $(TAG),--tag $(TAG))
+	$(PYTHON) -m venv build/fresh
+	build/fresh/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt dist/*.whl
+	mkdir build/empty && cd build/empty && ../fresh/bin/headpool run quickstart $(RUN)
 
 $(VENV)/.installed: $(INGREDIENTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

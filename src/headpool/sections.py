@@ -41,6 +41,9 @@ class HeldOutText(Section):
     text_column: str = Field("text", description="the column that holds the text")
 
 
+_HeldOut = str | HeldOutText | None
+
+
 def _held_out(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
@@ -146,7 +149,7 @@ class UptrainSection(Section):
     )
     save_every: Interval = Field("10min", description="steps or time between checkpoints of the training state")
     keep: Positive = Field(2, description="how many of them are kept, beside the best")
-    validation: Annotated[HeldOutText | None, BeforeValidator(_held_out, json_schema_input_type=str | HeldOutText)] = Field(
+    validation: Annotated[HeldOutText | None, BeforeValidator(_held_out, json_schema_input_type=_HeldOut)] = Field(
         None, description="text for validation perplexity: a path, a hub id, or a mapping with its column"
     )
     validation_tokens: Positive = Field(65536, description="how much of it is used")
