@@ -1,8 +1,11 @@
 """`headpool publish` against a hub on the loopback: what goes up, what is refused, what happens when the hub fails."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,11 @@ import tiny
 import torch
 import transformers
 from huggingface_hub import ModelCard
+from typer.testing import CliRunner
 
 from headpool import hub as client
 from headpool import publish as publishing
+from headpool.cli import app
 from headpool.convert.run import convert_checkpoint
 from headpool.errors import HeadpoolError, RequestError
 from headpool.publish import publish
@@ -362,3 +367,41 @@ def test_a_slow_hub_is_waited_for(made: Path, served: hub.Hub) -> None:
     served.fail("/objects/", seconds=0.3, times=2)
     publish(made, "me/gqa")
     assert set(served.files("me/gqa")) == {".gitattributes", *PUBLISHED}
+
+
+def test_the_command(made: Path, served: hub.Hub) -> None:
+    ran = CliRunner().invoke(app, ["publish", str(made), "me/gqa", "--dry-run", "--json"], catch_exceptions=False)
+    assert ran.stdout.count("\n") == 1
+    told = json.loads(ran.stdout)
+    sizes = {name: (made / name).stat().st_size for name in PUBLISHED - {"README.md"}}
+    assert {one["name"]: one["bytes"] for one in told["files"] if one["name"] != "README.md"} == sizes
+    assert (told["dry_run"], told["commit"], told["license"]) == (True, None, "mit")
+    shown = CliRunner().invoke(app, ["publish", str(made), "me/gqa"], catch_exceptions=False).stdout
+    assert "optimizer.pt" in shown, "what stays is told"
+    assert shown.index("publishing") < shown.index("published")
+    assert shown.rstrip().endswith(f"{served.url}/me/gqa")
+
+
+@pytest.mark.skipif("HEADPOOL_HUB_TOKEN" not in os.environ, reason="HEADPOOL_HUB_TOKEN is not set")
+def test_the_real_hub(made: Path, tmp_path: Path) -> None:
+    """Publish to a private repository of the token's owner, fetch it again, delete it. The client's defaults hold."""
+    token = os.environ["HEADPOOL_HUB_TOKEN"]
+    script = f"""
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from pathlib import Path
+from headpool.publish import publish
+api = HfApi(token={token!r})
+name = api.whoami()["name"] + "/headpool-test-{os.urandom(4).hex()}"
+try:
+    first = publish({str(made)!r}, name, private=True, token={token!r})
+    assert publish({str(made)!r}, name, private=True, token={token!r}).commit == first.commit
+    folder = Path(snapshot_download(name, token={token!r}))
+    for file in first.files:
+        assert file == "README.md" or (folder / file).read_bytes() == (Path({str(made)!r}) / file).read_bytes(), file
+finally:
+    api.delete_repo(name, missing_ok=True)
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("HF_ENDPOINT", "HF_TOKEN")}
+    environment |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
