@@ -23,8 +23,10 @@ import typer.main
 import yaml
 from typer.testing import CliRunner
 
+from headpool import drawing
 from headpool import publish as publishing
 from headpool.cli import app
+from headpool.eval import measure
 from headpool.sections import UptrainSection
 
 PAGES = sorted([tiny.ROOT / "README.md", *(tiny.ROOT / "docs").glob("*.md")])
@@ -69,9 +71,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a reader sits: with a hub, and the files that the pages take for granted."""
     here.check_here(monkeypatch)
     monkeypatch.setattr(publishing, "Check", here.CheckHere)
+    monkeypatch.setattr(measure, "NEW_TOKENS", 4)
+    monkeypatch.setitem(drawing.STYLE, "savefig.dpi", 20)
     work = tmp_path / "work"
     work.mkdir()
-    text = tiny.NOVEL.read_text()[:6000]
+    text = tiny.NOVEL.read_text()[:3000]
     (work / "test.txt").write_text(text)
     (work / "train.txt").write_text(text * 4)
     (work / "train.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in text.split("\n\n")))
@@ -114,8 +118,8 @@ def shorten(folder: Path) -> None:
     """Leave of the bundled novels what can be worked through in a moment."""
     for path in folder.rglob("quickstart/*.txt"):
         text = path.read_text(encoding="utf-8")
-        if len(text) > 20_000:
-            path.write_text(text[:20_000], encoding="utf-8")
+        if len(text) > 4000:
+            path.write_text(text[:4000], encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
