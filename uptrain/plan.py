@@ -199,7 +199,7 @@ def provenance(plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
     """headpool.json of the result: the source's, extended by what training did."""
     source = plan.source
     held = source.provenance
-    if held is None:
+    if held is None or source.revision is not None:  # of what came from the hub, a reader finds the rest there
         shapes = {name: (record.dtype, record.shape) for name, record in source.tensors.items()}
         cache = cache_facts(source.config, shapes)
         held = {"source": source.named(), "cache": {"source": cache, "output": cache}}

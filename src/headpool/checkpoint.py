@@ -209,7 +209,15 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
         raise RequestError(f"{model} is a file; a checkpoint directory or a hub id is needed")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
         raise RequestError(f"no such directory: {model}")
-    patterns = ("config.json", CARD, SOURCE_CARD, "adapter_config.json", *_any_case(SIDECARS), "*chat_templates/*")
+    patterns = (
+        "config.json",
+        CARD,
+        SOURCE_CARD,
+        PROVENANCE,
+        "adapter_config.json",
+        *_any_case(SIDECARS),
+        "*chat_templates/*",
+    )
     return hub.download(model, revision, patterns, weights=weights)
 
 

@@ -347,8 +347,7 @@ def identity(path: Path) -> list[list[str | int]]:
 
     A card, and what it shows, does not count: it is drawn anew.
     """
-    inside = (
-        [one for one in path.iterdir() if one.is_file() and one.name not in card.FILES] if path.is_dir() else [path]
-    )
-    files = sorted(inside)
+    files = [path]
+    if path.is_dir():
+        files = sorted(one for one in path.iterdir() if one.is_file() and one.name not in card.FILES)
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from headpool.recipe import Recipe
 
 INPUTS = (
-    "model", "convert.calibration", "eval.data", "eval.tasks", "uptrain.data.path", "uptrain.validation",
-    "uptrain.teacher", "uptrain.launch.config_file",
+    "model", "convert.calibration", "eval.data", "eval.tasks", "uptrain.data", "uptrain.data.path",
+    "uptrain.validation", "uptrain.teacher", "uptrain.launch.config_file",
 )  # fmt: skip
 """Where a recipe may name files, by dotted keys; lists on the way are gone through."""
 

@@ -22,6 +22,10 @@ HARMLESS = {".gitattributes", "README.md"}
 """What the hub itself puts into a new repository."""
 
 
+SMALL = 100_000
+"""Bytes of a file that is sent together with others."""
+
+
 class UnreachableError(HeadpoolError):
     """The hub did not answer."""
 
@@ -197,12 +201,12 @@ class Place:
         """The content of files, before they are committed; small ones travel with the commit."""
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        parts = [list(additions)]
-        if progress is not None:  # told after each file, in place of the client's bars
-            disable_progress_bars()
-            parts = [[one] for one in additions]
+        if progress is not None:
+            disable_progress_bars()  # the client's own
+        small = [one for one in additions if one.upload_info.size <= SMALL]
         done, total = 0, sum(one.upload_info.size for one in additions)
-        for part in parts:
+        # Large files one by one: the client's threads, which take several at a time, cannot be interrupted.
+        for part in (small, *([one] for one in additions if one.upload_info.size > SMALL)):
             self.api.preupload_lfs_files(
                 self.repo_id, part, revision=self.revision, create_pr=self.create_pr, free_memory=False
             )

@@ -1,5 +1,6 @@
 """The model card of what convert, uptrain and run made: its figures, its metadata, and no path of this machine."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -9,14 +10,17 @@ from typing import Any
 
 import here
 import pytest
+import reports
 import tiny
 import training
 import yaml
 from huggingface_hub import ModelCard
 
+from headpool.card import base_model, draw_card
+from headpool.columns import columns, table
 from headpool.convert.run import convert_checkpoint
 from headpool.pipeline import run_recipe
-from headpool.recipe import Recipe
+from headpool.recipe import Recipe, load_recipe
 
 SOURCE = """---
 license: other
@@ -147,15 +151,11 @@ def test_the_recipe_on_the_card_runs_from_another_folder(ran: Path, tmp_path: Pa
     assert text is not None
     digests = dict(re.findall(r"(?m)^#   (\S+)  ([0-9a-f]{64})$", text[1]))
     assert set(digests) == {"model", "train.txt", "valid.txt"}
-    import hashlib
-
     for name in ("train.txt", "valid.txt"):
         shutil.copyfile(ran / name, tmp_path / name)
         assert hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() == digests[name]
     (tmp_path / "model").symlink_to(ran / "model")
     (tmp_path / "recipe.yaml").write_text(text[1])
-    from headpool.recipe import load_recipe
-
     again = load_recipe(str(tmp_path / "recipe.yaml"))
     first = recipe(ran)
     assert again.convert == first.convert
@@ -196,9 +196,7 @@ def test_a_card_is_outside_fingerprints_and_drawn_again_where_it_is_gone(ran: Pa
     assert card.read_text() == before
 
 
-def test_base_model_of_what_was_made_of_a_hub_model(ran: Path) -> None:
-    from headpool.card import base_model
-
+def test_base_model_of_what_was_made_of_a_hub_model() -> None:
     hub = {"model": "someone/model", "revision": "c0ffee"}
     assert base_model({"source": hub}) == "someone/model"
     assert base_model({"source": {"model": "converted", "revision": None, "source": hub}}) == "someone/model"
@@ -234,3 +232,51 @@ def test_a_source_card_that_cannot_be_read_is_kept_and_inherits_nothing(tmp_path
     data = ModelCard.load(tmp_path / "out" / "README.md").data
     assert data.license is None
     assert data.tags == ["gqa", "headpool"]
+
+
+def test_data_sets_of_the_hub_are_named_in_the_metadata(ran: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(ran / "run" / "uptrained", tmp_path / "out"))
+    done, report = held(directory, "headpool.json"), held(directory, "report.json")
+    done["source"] |= {"model": "someone/model", "revision": "c0ffee"}
+    report["recipe"] = yaml.safe_dump(
+        {
+            "model": "someone/model",
+            "convert": {"kv_heads": 4, "method": "aligned", "calibration": "big/text"},
+            "uptrain": {"data": [{"path": "big/text", "weight": 0.5}, {"path": "mine.jsonl"}, "other/words"]},
+            "eval": {"data": "Salesforce/wikitext", "data_config": "wikitext-2-raw-v1"},
+        }
+    )
+    report["data"]["name"] = "Salesforce/wikitext:wikitext-2-raw-v1:test"
+    (directory / "headpool.json").write_text(json.dumps(done))
+    (directory / "report.json").write_text(json.dumps(report))
+    data = ModelCard(str(draw_card(directory, "out"))).data
+    assert (data.base_model, data.base_model_relation) == ("someone/model", "finetune")
+    assert data.datasets == ["big/text", "Salesforce/wikitext", "other/words"]
+    result = data.eval_results[0]
+    assert (result.dataset_type, result.dataset_config, result.dataset_split) == (
+        "Salesforce/wikitext",
+        "wikitext-2-raw-v1",
+        "test",
+    )
+
+
+def test_the_table_of_a_long_model() -> None:
+    """32 layers of 32, then 8 K/V heads of 128 in float16: 512 and 128 KiB a token, 8192 and 32768 tokens of them."""
+    lines = table(columns({}, reports.run())).splitlines()
+    assert "| K/V cache per token | 512 KiB | 128 KiB | 128 KiB |" in lines
+    assert "| K/V cache at 8k tokens | 4 GiB | 1 GiB | 1 GiB |" in lines
+    assert "| K/V cache at 32k tokens | 16 GiB | 4 GiB | 4 GiB |" in lines
+    assert "| perplexity | 5.470 | 9.810 | 5.710 |" in lines
+    assert "| hellaswag, acc_norm | 0.7000 ± 0.0043 | 0.7000 ± 0.0043 | 0.7000 ± 0.0043 |" in lines
+    timed = next(line for line in lines if line.startswith("| decode step at 32k tokens, batch 8 |"))
+    seconds = [(13.5e9 + 8 * 32768 * kib * 1024) / 2.9e12 * 1.1 for kib in (512, 128, 128)]
+    assert [float(cell.split()[0]) for cell in timed.split("|")[2:-1]] == [
+        pytest.approx(one * 1e3, rel=5e-3) for one in seconds
+    ]
+
+
+def test_what_would_break_a_table_does_not() -> None:
+    report = reports.run()
+    report["models"][1]["tasks"][0]["metric"] = "a|b\nc"
+    lines = table(columns({}, report)).splitlines()
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1

@@ -21,6 +21,7 @@ from headpool import publish as publishing
 from headpool.checkpoint import open_source
 from headpool.convert.run import convert_checkpoint
 from headpool.errors import RequestError
+from headpool.eval.models import ModelSpec, open_candidate
 from headpool.planning import plan
 
 CARD = "---\nlicense: mit\nlanguage: en\n---\n# The original\n"
@@ -79,6 +80,7 @@ def test_a_published_model_is_a_model_like_any_other(served: hub.Hub, tmp_path: 
     """Its card is the source's card of what is made of it, and the base is the published model."""
     convert_checkpoint(str(tmp_path / "model"), tmp_path / "gqa", kv_heads=4)
     served.add("me/gqa", tmp_path / "gqa")
+    assert open_candidate(ModelSpec("model", "me/gqa")).provenance.label == "converted, not yet uptrained"
     convert_checkpoint("me/gqa", tmp_path / "mqa", kv_heads=1)
     assert (tmp_path / "mqa" / "SOURCE_README.md").read_text() == (tmp_path / "gqa" / "README.md").read_text()
     assert ModelCard.load(tmp_path / "mqa" / "README.md").data.base_model == "me/gqa"
