@@ -24,7 +24,7 @@ from study_page import write
 
 from headpool.convert.aligned.options import Alignment
 from headpool.convert.run import convert_checkpoint
-from headpool.eval.evaluate import ModelSpec, evaluate
+from headpool.eval import ModelSpec, evaluate
 from headpool.text import read_documents, read_texts
 
 ROOT = Path(__file__).resolve().parent.parent

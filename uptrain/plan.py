@@ -68,7 +68,8 @@ class Plan:
         return [self._held_out(), self.section.validation_tokens, self.sequence_length]
 
     def _held_out(self) -> dict[str, Any] | None:
-        return self.section.validation and _named(self.section.validation.model_dump(mode="json"))
+        held_out = self.section.validation
+        return None if held_out is None else _named(held_out.model_dump(mode="json"))
 
     def settings(self) -> dict[str, Any]:
         """What a state, or a result, was computed with: JSON's types, nothing that only this machine knows."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 INPUTS = (
     "model", "convert.calibration", "eval.data", "eval.tasks", "uptrain.data", "uptrain.data.path",
-    "uptrain.validation", "uptrain.teacher", "uptrain.launch.config_file",
+    "uptrain.validation", "uptrain.validation.path", "uptrain.teacher", "uptrain.launch.config_file",
 )  # fmt: skip
 """Where a recipe may name files, by dotted keys; lists on the way are gone through."""
 
