@@ -58,7 +58,7 @@ class ConvertSection(Section):
 
     @model_validator(mode="after")
     def _aligned_only(self) -> Self:
-        others = {"kv_heads", "method", "dtype", "max_shard_size"}
+        others = {"kv_heads", "method", "transcode", "dtype", "max_shard_size"}
         if self.method != "aligned" and (given := sorted(self.model_fields_set - others)):
             raise ValueError(f"{', '.join(given)}: for method aligned, not for {self.method}")
         return self
