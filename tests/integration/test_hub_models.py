@@ -15,10 +15,12 @@ import hub
 import pytest
 import tiny
 from huggingface_hub import ModelCard, constants
+from typer.testing import CliRunner
 
 from headpool import hub as client
 from headpool import publish as publishing
 from headpool.checkpoint import open_source
+from headpool.cli import app
 from headpool.convert.run import convert_checkpoint
 from headpool.errors import RequestError
 from headpool.eval.models import ModelSpec, open_candidate
@@ -167,9 +169,9 @@ def test_the_command_line_by_hub_id_and_a_report_on_the_published_card(
     home = tmp_path / "fresh"
     assert headpool(served, home, "plan", "someone/quickstart", cwd=tmp_path)["kv_heads"] == 8
     headpool(served, home, "convert", "someone/quickstart", "gqa", "--kv-heads", "2", cwd=tmp_path)
-    arguments = ["eval", "gqa", "--baseline", "someone/quickstart", "--data", "text.txt", "--out", "report"]
-    report = headpool(served, home, *arguments, cwd=tmp_path)
     monkeypatch.chdir(tmp_path)
+    arguments = ["eval", "gqa", "--baseline", "someone/quickstart", "--data", "text.txt", "--out", "report", "--json"]
+    report = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
     monkeypatch.setattr(publishing, "Check", here.CheckHere)
     sent = publishing.publish("gqa", "me/gqa", report=Path("report"))
     assert sent.base_model == "someone/quickstart"
