@@ -162,7 +162,8 @@ class _Card:
 
     @property
     def unadapted(self) -> bool:
-        return self.trained is None
+        """Converted and not trained; a copy with as many K/V heads as before has lost nothing."""
+        return self.trained is None and self.done.get("kv_heads") != self.done.get("source_kv_heads")
 
     @property
     def source_name(self) -> str:
