@@ -35,9 +35,12 @@ def status_of(error: BaseException | None) -> int | None:
     """The status of the hub's answer that an exception of its client is about, None where there was none."""
     from huggingface_hub import errors
 
-    while error is not None and not isinstance(error, errors.HfHubHTTPError):
+    while error is not None:
+        response = getattr(error, "response", None) if isinstance(error, errors.HfHubHTTPError) else None
+        if response is not None:
+            return int(response.status_code)
         error = error.__cause__
-    return None if error is None else int(error.response.status_code)
+    return None
 
 
 @contextmanager
