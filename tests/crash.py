@@ -15,8 +15,12 @@ import signal
 import sys
 from pathlib import Path
 
+from huggingface_hub import ModelCard, ModelCardData
+
 from headpool import check
 from headpool.convert import compute, run  # noqa: F401 - loaded now: its import would be thousands of events
+
+ModelCard.from_template(ModelCardData(), template_str="---\n{{ card_data }}\n---\n")  # loads what cards need
 
 FILE_EVENTS = ("open", "os.", "shutil.", "fcntl.")
 

@@ -66,7 +66,8 @@ def test_killed_at_every_step_of_a_replacement(tmp_path: Path) -> None:
     command = [sys.executable, str(CRASH), str(source), str(out), "1", "replace"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     *died, last = [set(json.loads(line)["entries"]) for line in done.stdout.splitlines()]
-    new = {f"out/{name}" for name in ("config.json", "model.safetensors", "headpool.json", "generation_config.json")}
+    names = ("config.json", "model.safetensors", "headpool.json", "generation_config.json", "README.md")
+    new = {f"out/{name}" for name in names}
     for entries in died:
         whole_old = "out/old" in entries or ("out" not in entries and ".out.replaced/old" in entries)
         assert whole_old != (new <= entries), entries
