@@ -307,7 +307,7 @@ def provenance(
         "method": plan.method.name,
         "kv_heads": plan.kv_heads,
         "source_kv_heads": plan.source_kv_heads,
-        "source": (source.origin or source).named(),
+        "source": (source.origin or source).as_origin(),
         **({} if to is None else {"transcoded": to}),
         "options": {"seed": seed, "dtype": plan.output_dtype, "shards": len(plan.shards), **facts.get("options", {})},
         "cache": {

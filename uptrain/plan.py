@@ -203,6 +203,6 @@ def provenance(plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
     if held is None or source.revision is not None:  # of what came from the hub, a reader finds the rest there
         shapes = {name: (record.dtype, record.shape) for name, record in source.tensors.items()}
         cache = cache_facts(source.config, shapes)
-        held = {"source": source.named(), "cache": {"source": cache, "output": cache}}
+        held = {"source": source.as_origin(), "cache": {"source": cache, "output": cache}}
     recipe = portable(plan.recipe, revision=held["source"]["revision"])
     return {**held, "uptrain": {**details, "recipe": recipe}}

@@ -75,7 +75,7 @@ class Source:
         """What headpool.json says, None where headpool did not make the checkpoint."""
         return read_provenance(self.directory)
 
-    def named(self) -> dict[str, Any]:
+    def as_origin(self) -> dict[str, Any]:
         """What headpool.json of something made from this says of it: a `revision` is there for what came from the hub;
         of what headpool made on this machine, `source` says what that was made from.
         """
