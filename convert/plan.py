@@ -206,10 +206,22 @@ def _declare(
 
 def _config_changes(source: Source, kv_heads: int, units: tuple[Unit, ...], dtype: str | None) -> dict[str, Any]:
     changes = families.kv_heads_changes(source.config, kv_heads) if units else {}
-    if dtype is not None:
-        keys = [key for key in ("dtype", "torch_dtype") if key in source.config] or ["torch_dtype"]
-        changes |= dict.fromkeys(keys, dtype)
-    return changes
+    if dtype is None:
+        return changes
+    return _merged(changes, _dtype_changes(source.config, dtype) or {"torch_dtype": dtype})
+
+
+def _dtype_changes(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Every field of a config that names a dtype, with this one: parts of a model may name their own."""
+    inside = {key: _dtype_changes(value, dtype) for key, value in config.items() if isinstance(value, Mapping)}
+    named = [key for key in ("dtype", "torch_dtype") if key in config]
+    return {key: held for key, held in inside.items() if held} | dict.fromkeys(named, dtype)
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Both of two changes of an object; within an object that both change, both."""
+    both = {key for key in one.keys() & other.keys() if isinstance(one[key], Mapping)}
+    return {**one, **other, **{key: _merged(one[key], other[key]) for key in both}}
 
 
 def _shards(

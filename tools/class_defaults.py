@@ -17,366 +17,137 @@ For every model_type whose config class has a K/V-head field at its top, small m
 """
 
 import argparse
-import itertools
 import json
-import math
-import re
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from class_probe import (
-    BASE,
-    CACHE_KINDS,
-    HEAD_DIM,
-    HEADS,
-    KV,
-    LAYERS,
-    TOKENS,
-    NotMeasuredError,
-    Probe,
-    Shapes,
-    Windows,
-    cache_layers,
-    run,
-)
-from safetensors import safe_open
+from class_attention import cache_agrees, measure_attention, reads_head_dim
+from class_nested import Surroundings, composite_probe, stems
+from class_probe import NotMeasuredError, Probe, parameters_of
+from class_windows import window_rule
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headpool import families, geometry
-from headpool.families import ENCODER_DECODER, KV_HEADS, NESTED, Family
+from headpool import families
+from headpool.families import ENCODER_DECODER, KV_HEADS
 
 TARGET = Path(__file__).resolve().parent.parent / "src" / "headpool" / "class_defaults.json"
 
-OUTPUTS = ("o_proj", "out_proj", "dense")
-"""Names of an output projection."""
 
-MOST_PARAMETERS = 40_000_000
-"""Models whose small version is larger are not run."""
+@dataclass
+class Measured:
+    """The data: families and composites by model_type, and the other model types by the reason for refusing them."""
 
-SAME, OTHER = 1e-4, 1e-2
-"""Logits that differ by less, relative to the largest, are the same in float32; by more, they are others."""
-
-HEAD_FIELDS = re.compile("heads|head_dim|head_size")
-KV_PART = re.compile(r"(.+)\.([kv]_proj)\.(weight|bias)")
-NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")
+    families: dict[str, Any]
+    composites: dict[str, Any]
+    others: dict[str, list[str]]
 
 
-def entries() -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The data of every family with a K/V-head field, and the other model types by the reason for which
-    they are refused.
-    """
-    measured: dict[str, Any] = {}
-    others: dict[str, list[str]] = {}
+def entries() -> Measured:
+    """The data of every class that transformers has for generating text."""
+    data = Measured({}, {}, {})
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     seq_to_seq = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     pictured = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    for model_type, class_name in sorted((pictured | seq_to_seq | causal).items()):
-        probe = Probe(model_type, class_name)
-        signs = (
-            ("text_config" in probe.config_class.sub_configs, NESTED),
-            (model_type in seq_to_seq or probe.parameters.get("is_encoder_decoder") is True, ENCODER_DECODER),
-            (model_type not in causal, "it is no causal language model of text alone"),
-            *(
-                (
-                    not probe.has_field(field),
-                    f"its config has no {field} at its top, which is not supported yet",
-                )
-                for field in ("num_attention_heads", KV_HEADS)
-            ),
-        )
-        reason = next((reason for holds, reason in signs if holds), None)
-        if reason is None:
-            measured[model_type] = measure(probe, model_type, class_name)
+    composite = pictured | modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    everything = composite | seq_to_seq | causal
+    for model_type, class_name in sorted(
+        everything.items(), key=lambda item: (item[0] + "_text" not in CONFIG_MAPPING, item)
+    ):
+        config_class = CONFIG_MAPPING[model_type]
+        parameters = parameters_of(config_class)
+        encoder = parameters.get("is_encoder_decoder") is True or "encoder" in config_class.sub_configs
+        if encoder or (model_type in seq_to_seq and model_type not in composite):
+            data.others.setdefault(ENCODER_DECODER, []).append(model_type)
+        elif LANGUAGE_PARTS & config_class.sub_configs.keys():
+            add_composite(data, model_type, composite.get(model_type, class_name))
+        elif "thinker_config" in config_class.sub_configs:
+            data.others.setdefault("it is several models that generate together", []).append(model_type)
+        elif missing := missing_field(parameters_with_aliases(config_class)):
+            data.others.setdefault(f"its config has no {missing}", []).append(model_type)
+        elif model_type not in causal:
+            data.others.setdefault("it is no causal language model of text alone", []).append(model_type)
         else:
-            others.setdefault(reason, []).append(model_type)
-    return measured, others
+            data.families[model_type] = measure(Probe(model_type, class_name))
+    return data
 
 
-def measure(probe: Probe, model_type: str, class_name: str) -> dict[str, Any]:
+LANGUAGE_PARTS = {"text_config", "decoder"}
+"""Names under which a config holds a language model's."""
+
+
+def missing_field(names: Container[str]) -> str | None:
+    return next((field for field in ("num_attention_heads", KV_HEADS) if field not in names), None)
+
+
+def parameters_with_aliases(config_class: Any) -> set[str]:
+    names = set(parameters_of(config_class))
+    return names | {field for field, name in config_class.attribute_map.items() if name in names}
+
+
+def add_composite(data: Measured, model_type: str, class_name: str) -> None:
+    """Measure a composite class, and its language model's family where no class has that alone."""
+    try:
+        surroundings = Surroundings(model_type)
+    except Exception as error:
+        reason = f"its config cannot be made of defaults ({type(error).__name__})"
+        data.others.setdefault(reason, []).append(model_type)
+        return
+    config_class = CONFIG_MAPPING[surroundings.text]
+    if parameters_of(config_class).get("is_encoder_decoder") is True:
+        data.others.setdefault(ENCODER_DECODER, []).append(model_type)
+        return
+    if missing := missing_field(parameters_with_aliases(config_class)):
+        reason = f"its language model's config has no {missing}"
+        data.others.setdefault(reason, []).append(model_type)
+        return
+    entry: dict[str, Any] = {"class": class_name, "path": list(surroundings.path), "text": surroundings.text}
+    data.composites[model_type] = entry
+    if surroundings.flat():
+        entry["flat"] = True
+    try:
+        probe = composite_probe(model_type, class_name)
+        entry["stems"] = stems(probe)
+        if surroundings.text not in {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *data.families}:
+            data.families[surroundings.text] = measure(probe) | {"within": model_type}
+    except NotMeasuredError as error:
+        entry["reason"] = str(error)
+
+
+def measure(probe: Probe) -> dict[str, Any]:
     """The data of one family."""
-    entry: dict[str, Any] = {"class": class_name, "defaults": probe.defaults(), "geometry": False}
+    name = probe.config_class.model_type
+    entry: dict[str, Any] = {"class": probe.class_name, "defaults": probe.defaults(), "geometry": False}
     if probe.aliases:
         entry["aliases"] = dict(sorted(probe.aliases.items()))
     try:
         probe.settle()
         entry["defaults"] |= probe.partial_rotation()
-        entry["window"], entry["layer_fields"] = window_rule(probe, families.family_from(model_type, entry))
+        entry["window"], entry["layer_fields"] = window_rule(probe, families.family_from(name, entry))
         entry["head_dim_read"] = reads_head_dim(probe)
-        entry["geometry"] = cache_agrees(probe, families.family_from(model_type, entry))
+        entry["geometry"] = cache_agrees(probe, families.family_from(name, entry))
         measure_attention(probe, entry)
     except NotMeasuredError as error:
         entry["reason"] = str(error)
     return entry
 
 
-def measure_attention(probe: Probe, entry: dict[str, Any]) -> None:
-    """Fill in what pooling has to know; NotMeasuredError where the family does not convert."""
-    module = attention_module(probe)
-    output, tensors = roles(probe, module)
-    check_shapes(probe, module, output)
-    if not entry["geometry"]:
-        raise NotMeasuredError("its cache is not of the shape that the heads and head_dim of its config give")
-    check_groups(probe)
-    check_names(probe, module)
-    entry |= {"attention": module, "attention_tensors": tensors, "rotary": rotary(probe)}
-    if output != OUTPUTS[0]:
-        entry["output"] = output
-
-
-def changed(before: Shapes, after: Shapes) -> set[str]:
-    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-
-
-def split(name: str) -> tuple[str, int, str]:
-    """A tensor's name as what stands before its layer's number, that number, and the rest."""
-    match = NUMBERED.fullmatch(name)
-    return (match[1], int(match[2]), match[3]) if match else ("", -1, name)
-
-
-def attention_module(probe: Probe) -> str:
-    """The attention module's name with {} for the layer's number, where it is one module that every layer
-    has.
-    """
-    follow = changed(probe.shapes(), probe.shapes(**{KV_HEADS: 2 * KV}))
-    if not follow and any("kv_lora_rank" in name for name in probe.parameters):
-        raise NotMeasuredError("multi-head latent attention (MLA): it has no key/value heads to pool")
-    states = sorted({type(layer).__name__ for layer in cache_layers(probe.config())} - set(CACHE_KINDS))
-    if states:
-        raise NotMeasuredError(
-            f"not attention over keys and values alone (transformers caches it in {', '.join(states)})"
-        )
-    if not follow:
-        raise NotMeasuredError(f"its class ignores {KV_HEADS}")
-    other = sorted({split(name)[2] for name in follow if not KV_PART.fullmatch(name)})
-    if other:
-        what = (
-            "a norm spans all key heads"
-            if all("norm" in name for name in other)
-            else "its keys and values are not of separate projections alone"
-        )
-        raise NotMeasuredError(f"{what} ({', '.join(other)}), which is not supported yet")
-    layers = sorted({split(name)[1] for name in follow})
-    if layers != list(range(LAYERS)):
-        raise NotMeasuredError(
-            f"of {LAYERS} layers only {', '.join(map(str, layers))} hold keys and values of their own"
-        )
-    modules = {f"{before}{{}}.{rest.rsplit('.', 2)[0]}" for before, _, rest in map(split, follow)}
-    if len(modules) > 1:
-        raise NotMeasuredError(f"its attention lies in several modules ({', '.join(sorted(modules))})")
-    if fields := head_fields(probe):
-        raise NotMeasuredError(f"its heads may follow from fields that are not supported yet ({', '.join(fields)})")
-    return modules.pop()
-
-
-def head_fields(probe: Probe) -> list[str]:
-    """Fields by which a class may give some layers other heads than the common fields say."""
-    known = {*BASE, "head_dim", *probe.aliases.values()}
-    return sorted(name for name in probe.parameters if HEAD_FIELDS.search(name) and name not in known)
-
-
-def inside(shapes: Shapes, module: str) -> dict[str, list[tuple[int, ...]]]:
-    """The attention tensors by their names inside the module, numbers as *, with their shapes in all
-    layers.
-    """
-    before, after = module.split("{}.")
-    found: dict[str, list[tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
-        head, _, rest = split(name)
-        if head == before and rest.startswith(after + "."):
-            found.setdefault(re.sub(r"\d+", "*", rest.removeprefix(after + ".")), []).append(shape)
-    return found
-
-
-def roles(probe: Probe, module: str) -> tuple[str, dict[str, str]]:
-    """The output projection's name, and whose count each attention tensor's size follows, options
-    included.
-    """
-    fewer: dict[str, Any] = {"num_attention_heads": HEADS // 2}
-    if "head_dim" not in probe.fields:
-        fewer["hidden_size"] = HEADS // 2 * HEAD_DIM
-    found: dict[str, str] = {}
-    output = ""
-    for flags in ({}, *({flag: True} for flag in probe.flags()), dict.fromkeys(probe.flags(), True)):
-        try:
-            base, more_kv, fewer_heads = (
-                inside(probe.shapes(**flags, **changes), module) for changes in ({}, {KV_HEADS: 2 * KV}, fewer)
-            )
-        except Exception:
-            if not flags:
-                raise
-            continue  # an option that the class refuses by itself
-        output = output or next((name for name in OUTPUTS if f"{name}.weight" in base), OUTPUTS[0])
-        for name, shapes in base.items():
-            follows_heads = shapes != fewer_heads.get(name) and name != f"{output}.bias"
-            found.setdefault(name, "kv_heads" if shapes != more_kv.get(name) else "heads" if follows_heads else "fixed")
-    return output, dict(sorted(found.items()))
-
-
-def check_shapes(probe: Probe, module: str, output: str) -> None:
-    """NotMeasuredError where a projection is not [heads x head_dim, hidden], the output projection its
-    transpose.
-    """
-    hidden, q, kv = BASE["hidden_size"], HEADS * HEAD_DIM, KV * HEAD_DIM
-    found = inside(probe.shapes(), module)
-    for name, shape in {
-        "q_proj": (q, hidden),
-        "k_proj": (kv, hidden),
-        "v_proj": (kv, hidden),
-        output: (hidden, q),
-    }.items():
-        held = found.get(f"{name}.weight", [])
-        if held != [shape] * LAYERS:
-            form = next((list(one) for one in held if one != shape), "absent")
-            raise NotMeasuredError(f"its {name} has another form ({form}, expected {list(shape)} everywhere)")
-
-
-def spread(model: Any) -> None:
-    """Weights so random that every part of attention shows in the logits."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 0.2 * noise if parameter.dim() > 1 else parameter.data + 0.1 * noise
-
-
-def check_groups(probe: Probe) -> None:
-    """NotMeasuredError unless K/V head j serves the j-th run of neighbouring query heads, and one may
-    serve them all.
-    """
-    try:
-        run(probe.model("cpu", **{KV_HEADS: 1}))
-    except Exception as error:
-        raise NotMeasuredError("its class refuses a single K/V head") from error
-    grouped, full = probe.model("cpu"), probe.model("cpu", **{KV_HEADS: HEADS})
-    spread(grouped)
-    state = grouped.state_dict()
-    expected = run(grouped).logits
-    orders = {"next": torch.arange(HEADS) // (HEADS // KV), "in turn": torch.arange(HEADS) % KV}
-    differs = {}
-    for order, index in orders.items():
-        repeated = {
-            name: tensor.unflatten(0, (KV, -1))[index].flatten(0, 1) if KV_PART.fullmatch(name) else tensor
-            for name, tensor in state.items()
-        }
-        full.load_state_dict(repeated)
-        differs[order] = float((run(full).logits - expected).abs().max() / expected.abs().max())
-    if not (differs["next"] < SAME and differs["in turn"] > OTHER):
-        raise NotMeasuredError("its query heads do not share K/V heads in neighbouring groups")
-
-
-def check_names(probe: Probe, module: str) -> None:
-    """NotMeasuredError where checkpoints keep attention under other names than the class."""
-    with tempfile.TemporaryDirectory() as directory:
-        probe.model("cpu").save_pretrained(directory)
-        with safe_open(Path(directory) / "model.safetensors", "pt") as file:
-            names = list(file.keys())
-    saved = inside(dict.fromkeys(names, ()), module)
-    if set(inside(probe.shapes(), module)) != set(saved):
-        raise NotMeasuredError(
-            "its checkpoints keep attention under other names than its class, which is not supported yet"
-        )
-
-
-def rotary(probe: Probe) -> str | None:
-    """How the class's module pairs the dimensions of a head, by what its rotate_half does to (0, 1, 2, 3)."""
-    rotate = getattr(sys.modules[probe.model_class.__module__], "rotate_half", None)
-    pairs = {(-2, -3, 0, 1): "half-split", (-1, 0, -3, 2): "interleaved"}
-    return pairs.get(tuple(rotate(torch.arange(4)[None])[0].tolist())) if rotate else None
-
-
-def reads_head_dim(probe: Probe) -> bool:
-    """Whether keys get wider with an explicit head_dim."""
-    try:
-        return bool(changed(probe.shapes(), probe.shapes(head_dim=2 * HEAD_DIM)))
-    except Exception as error:
-        raise NotMeasuredError(f"its class cannot be built with another head_dim ({type(error).__name__})") from error
-
-
-def cache_agrees(probe: Probe, family: Family) -> bool:
-    """Whether the cache that a small model fills has the shapes that headpool.geometry tells from its
-    config alone.
-    """
-    if head_fields(probe) or sum(map(math.prod, probe.shapes().values())) > MOST_PARAMETERS:
-        return False
-    for kv_heads in (KV, HEADS):
-        try:
-            told = geometry.layers_of(probe.fields | {KV_HEADS: kv_heads}, family)
-            held = run(probe.model("cpu", **{KV_HEADS: kv_heads})).past_key_values.layers
-        except Exception:
-            return False
-        if len(told) != len(held) or not all(map(holds, told, held)):
-            return False
-    return True
-
-
-def holds(layer: geometry.Layer, cached: Any) -> bool:
-    """Whether a cache layer, after TOKENS tokens of one sequence, is what `layer` says. (A sliding one may
-    drop the token that the next step would not see.)
-    """
-    keys, values = getattr(cached, "keys", None), getattr(cached, "values", None)
-    if keys is None or values is None:
-        return layer.kind == "none" or layer.shares is not None
-    least = min(TOKENS, layer.window - 1) if layer.window else TOKENS
-    shapes = {(1, layer.kv_heads, tokens, layer.head_dim) for tokens in (least, min(TOKENS, layer.window or TOKENS))}
-    return layer.kind != "none" and tuple(keys.shape) in shapes and tuple(values.shape) in shapes
-
-
-def window_rule(probe: Probe, family: Family) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The first candidate rule that agrees with transformers on every probe (None where none does), and
-    the fields by which a config overrules it, with their defaults.
-    """
-    switch = "use_sliding_window"
-    on = {switch: True} if switch in probe.parameters else {}
-    fields = probe.layer_fields(probe.without_windows() | {"sliding_window": 5} | on)
-    for fixed in ({}, {switch: False}) if on else ({},):
-        told = [(config, held) for config in probe.window_configs(**fixed) if (held := probe.windows(config))]
-        for rule in candidate_rules(probe) if told else ():
-            if all(by_rule(rule, config, family) == held for config, held in told):
-                return rule, fields | fixed
-    return None, fields
-
-
-def by_rule(rule: dict[str, Any], config: dict[str, Any], family: Family) -> Windows | None:
-    """Each layer's kind and window by a rule; None where the rule asks for a field that the class lacks."""
-
-    def get(field: str) -> Any:
-        return families.get(config, family, field)
-
-    if "below" in rule and get(rule["below"]) is None:
-        return None
-    kinds = geometry.kinds_by_rule(rule, config["num_hidden_layers"], get)
-    return [(geometry.KINDS[kind], window) for kind, window in kinds]
-
-
-def candidate_rules(probe: Probe) -> Iterator[dict[str, Any]]:
-    """Rules that classes have been seen to follow, the simplest first."""
-    yield {}
-    periods: list[dict[str, Any]] = [{}, {"below": "max_window_layers"}]
-    periods += [
-        {"every": every} | ({"at": at} if at != every - 1 else {}) for every in range(2, 8) for at in range(every)
-    ]
-    field = {"every": "sliding_window_pattern"}
-    periods += (
-        [field] if "sliding_window_pattern" in probe.parameters else [field | {"default": n} for n in range(2, 8)]
-    )
-    switches: list[dict[str, Any]] = [{}, {"enabled_by": "use_sliding_window"}]
-    ends: list[dict[str, Any]] = [{}, {"last": True}, {"first": 1}, {"first": 2}, {"first": 2, "last": True}]
-    for layer_type in geometry.WINDOW_FIELDS:
-        for end, switch, period in itertools.product(ends, switches, periods):
-            yield {"type": layer_type} | switch | period | end
+def section(name: str, held: dict[str, Any]) -> str:
+    """A part of the file, one entry a line."""
+    lines = (f"    {json.dumps(key)}: {json.dumps(one, sort_keys=True)}" for key, one in sorted(held.items()))
+    return f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }"
 
 
 def render() -> str:
     """The data file: one family a line."""
-    measured, others = entries()
-    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(one, sort_keys=True)}" for name, one in measured.items())
-    rest = ",\n".join(f"    {json.dumps(reason)}: {json.dumps(names)}" for reason, names in sorted(others.items()))
+    data = entries()
     version = json.dumps(transformers.__version__)
-    parts = (f'  "transformers": {version}', f'  "families": {{\n{lines}\n  }}', f'  "others": {{\n{rest}\n  }}')
+    sections = {"families": data.families, "composites": data.composites, "others": data.others}
+    parts = [f'  "transformers": {version}', *(section(name, held) for name, held in sections.items())]
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 

@@ -1,29 +1,42 @@
 """Small models of one transformers class, and what can be asked of them: shapes, caches, sliding layers."""
 
+import copy
 import inspect
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headpool.families import FIELDS, KV_HEADS
 from headpool.geometry import WINDOW_FIELDS
+
+if TYPE_CHECKING:
+    from class_nested import Surroundings
 
 HEADS, KV, HEAD_DIM, LAYERS, TOKENS, WINDOW = 8, 2, 16, 4, 12, 8
 BASE: dict[str, Any] = {
     "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, KV_HEADS: KV, "hidden_size": HEADS * HEAD_DIM,
     "vocab_size": 128, "max_position_embeddings": 64,
 }  # fmt: skip
-SMALLER: tuple[tuple[str, int, int], ...] = (
+Rules = tuple[tuple[str, int, int], ...]
+SMALLER: Rules = (
     ("token_id", -1, 1), ("intermediate|ffn", 64, 64), ("group", 1, 1), ("top_?k|per_tok|moe_k", 2, 2),
     ("expert", 4, 4), ("sliding_window", WINDOW, WINDOW), ("dim|size|rank", 64, 16),
 )  # fmt: skip
 """A numeric field whose name matches and whose default exceeds the first number gets the second."""
+
+MROPE: tuple[dict[str, Any], ...] = (
+    {"mrope_section": [3, 3, 2]},
+    {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+)
+"""Sections of a rotary embedding of several axes, which must add up to the pairs of a head of HEAD_DIM."""
 
 ATTEMPTS: tuple[dict[str, Any], ...] = (
     {},
@@ -31,6 +44,7 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"num_kv_shared_layers": 0},
     {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     {"layer_types": ["full_attention"] * LAYERS},
+    *({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | more} for more in MROPE),
     {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
@@ -38,6 +52,9 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     },
 )
 """What a class may need beyond its defaults to be built, in the order tried."""
+
+MOST_PARAMETERS = 45_000_000
+"""Models whose small version is larger are not run."""
 
 CACHE_KINDS = {"DynamicLayer": "full", "DynamicSlidingWindowLayer": "sliding", "DummyLayer": "none"}
 """transformers' cache layers that hold keys and values alone (or nothing), in geometry's words."""
@@ -54,41 +71,82 @@ class NotMeasuredError(Exception):
     """Why a family is refused."""
 
 
-class Probe:
-    """Small models of one class."""
+def parameters_of(config_class: Any) -> dict[str, Any]:
+    """A config class's fields with their defaults."""
+    signature = inspect.signature(config_class.__init__)
+    return {name: parameter.default for name, parameter in signature.parameters.items()}
 
-    def __init__(self, model_type: str, class_name: str) -> None:
+
+def small_fields(parameters: dict[str, Any], rules: Rules = SMALLER) -> dict[str, Any]:
+    """Values that make a model small, for fields with larger defaults."""
+    small = {}
+    for name, default in parameters.items():
+        if type(default) is int:
+            matching = (rule for rule in rules if re.search(rule[0], name))
+            _, most, instead = next(matching, ("", default, default))
+            if default > most:
+                small[name] = instead
+    return small
+
+
+class Probe:
+    """Small models of one class: a language model's, or that of a composite which `surroundings` describe."""
+
+    def __init__(self, model_type: str, class_name: str, surroundings: "Surroundings | None" = None) -> None:
         self.config_class = CONFIG_MAPPING[model_type]
         self.class_name = class_name
-        signature = inspect.signature(self.config_class.__init__)
-        self.parameters = {name: parameter.default for name, parameter in signature.parameters.items()}
+        self.surroundings = surroundings
+        self.parameters = parameters_of(self.config_class)
         self.aliases = {field: name for field, name in self.config_class.attribute_map.items() if field in FIELDS}
         self.fields = BASE | self._small()
-        self._shapes: dict[str, Shapes] = {}
+        self._built: dict[str, Any] = {}
+        self._ran: bool | None = None
 
     def _small(self) -> dict[str, Any]:
         small: dict[str, Any] = {"head_dim": HEAD_DIM} if "head_dim" in self.parameters else {}
-        for name, default in self.parameters.items():
-            if type(default) is int and name not in {*BASE, *small, *self.aliases.values()}:
-                matching = (rule for rule in SMALLER if re.search(rule[0], name))
-                _, most, instead = next(matching, ("", default, default))
-                if default > most:
-                    small[name] = instead
-        return small
+        known = {*BASE, *small, *self.aliases.values()}
+        return small | small_fields({name: value for name, value in self.parameters.items() if name not in known})
 
     def settle(self) -> None:
-        """Find the first of ATTEMPTS with which the class builds; NotMeasuredError where none does."""
-        first = None
+        """Find the first of ATTEMPTS with which the class builds a model that runs, or builds one at all;
+        NotMeasuredError where none does.
+        """
+        first, built = None, None
         for attempt in ATTEMPTS:
+            usual = self.fields
+            self.fields = usual | attempt
+            self._forget()
             try:
-                self.shapes(**attempt)
+                self.shapes()
             except Exception as error:
                 first = first or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             else:
-                self.fields |= attempt
-                self._shapes.clear()
-                return
-        raise NotMeasuredError(f"no small model of its class could be built to measure ({first})")
+                built = attempt if built is None else built
+                if self.runs():
+                    return
+            self.fields = usual
+        if built is None:
+            raise NotMeasuredError(f"no small model of its class could be built to measure ({first})")
+        self.fields |= built
+        self._forget()
+
+    def runs(self) -> bool:
+        """Whether a small model takes text."""
+        if self._ran is None:
+            small = sum(map(math.prod, self.shapes().values())) <= MOST_PARAMETERS
+            self._ran = small and self._takes_text()
+        return self._ran
+
+    def _takes_text(self) -> bool:
+        try:
+            run(self.model("cpu"))
+        except Exception:
+            return False
+        return True
+
+    def _forget(self) -> None:
+        self._built.clear()
+        self._ran = None
 
     def has_field(self, field: str) -> bool:
         return self.aliases.get(field, field) in self.parameters
@@ -108,23 +166,42 @@ class Probe:
         return [name for name, value in self.parameters.items() if value is False and re.search("bias|norm", name)]
 
     def config(self, **changes: Any) -> Any:
-        return self.config_class(**self.fields | changes)
+        return self.config_class(**self._fields(changes))
+
+    def _fields(self, changes: dict[str, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.fields | changes)  # configs add to the objects that they are given
 
     @property
     def model_class(self) -> Any:
         return getattr(transformers, self.class_name)
 
+    def whole_config(self, **changes: Any) -> Any:
+        """The config that the model class takes: the language model's, with what surrounds it."""
+        return self.surroundings.config(self._fields(changes)) if self.surroundings else self.config(**changes)
+
     def model(self, device: str, **changes: Any) -> Any:
         with torch.device(device):
-            return self.model_class(self.config(**changes)).eval()
+            return self.model_class(self.whole_config(**changes)).eval()
 
     def shapes(self, **changes: Any) -> Shapes:
         """The shape of every tensor of a model with these changes."""
+        return {name: tuple(tensor.shape) for name, tensor in self.on_meta(**changes).state_dict().items()}
+
+    def written(self, **changes: Any) -> Shapes:
+        """The shape of every tensor that transformers would write of a model with these changes."""
+        model = self.on_meta(**changes)
+        try:
+            tensors = revert_weight_conversion(model, model.state_dict())
+        except RuntimeError as error:
+            raise NotMeasuredError(f"no small model of its class can be written ({error})") from error
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def on_meta(self, **changes: Any) -> Any:
+        """A model with these changes and without memory, which is made once."""
         key = json.dumps(changes, sort_keys=True)
-        if key not in self._shapes:
-            state = self.model("meta", **changes).state_dict()
-            self._shapes[key] = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        return self._shapes[key]
+        if key not in self._built:
+            self._built[key] = self.model("meta", **changes)
+        return self._built[key]
 
     def window_configs(self, **fixed: Any) -> Iterator[dict[str, Any]]:
         """Configs without layer_types that differ in what the choice of sliding layers may depend on."""

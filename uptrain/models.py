@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from headpool import families
 from headpool.checkpoint import Source
 from headpool.errors import RequestError
-from headpool.loading import load_model
+from headpool.loading import load_model, stock_class
 from headpool.sections import UptrainSection
 from headpool.uptrain.objective import Objective, Teacher
 from headpool.uptrain.optimizer import choose_trainable
@@ -63,8 +63,10 @@ def apply_liger(model: Any) -> None:
 def build_on_meta(config_directory: Path) -> Any:
     """The model of a config without any memory."""
     config = AutoConfig.from_pretrained(config_directory, trust_remote_code=False)
+    model_class = stock_class(config)
+    build = getattr(model_class, "from_config", model_class)  # an Auto class is not built itself
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return build(config)
 
 
 def check_same_tokens(student: Any, teacher: Any, teacher_name: str) -> None:

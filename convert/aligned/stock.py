@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
+from headpool import families
 from headpool.checkpoint import Source
 from headpool.convert.layouts import AttentionWeights, Layout
 from headpool.errors import RequestError, first_line
@@ -38,17 +39,26 @@ class Stock:
         self.device = device
         self.dtype = dtype
         self.config = _read_config(source.config_text if config_text is None else config_text, source.model)
-        with torch.device("meta"):
-            self._class: Any = type(AutoModel.from_config(self.config))
+        try:
+            with torch.device("meta"):
+                self._class: Any = type(AutoModel.from_config(self.config))
+        except ValueError as error:
+            raise RequestError(f"{source.model}: no class of transformers is this model without its head") from error
         self._list = layout.stem.rstrip(".").rpartition(".")[2]
+        self._stems = families.find_family(source.config).stems
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
         """The decoder layers of a model of this class."""
         count = len(self.layout.layers)
         for name, module in model.named_modules():
-            if isinstance(module, nn.ModuleList) and len(module) == count and name.rpartition(".")[2] == self._list:
+            if isinstance(module, nn.ModuleList) and len(module) == count and self._holds_layers(name):
                 return module
         raise RequestError(f"{type(model).__name__} keeps its {count} layers elsewhere than in {self._list!r}")
+
+    def _holds_layers(self, name: str) -> bool:
+        """Whether a module of this name is the list of decoder layers; other parts of a composite have lists, too."""
+        stems = self._stems or (f"{self._list}.",)
+        return any(f".{stem}".endswith(f".{name}.") or f".{name}.".endswith(f".{stem}") for stem in stems)
 
     def attention(self, layer: nn.Module) -> nn.Module:
         """A decoder layer's attention."""
@@ -66,7 +76,8 @@ class Stock:
                 _empty(model.get_input_embeddings())
 
         stem, prefix = self.layout.stem, f"{self._class.base_model_prefix}."
-        base = prefix if stem.startswith(prefix) else ""  # what is not below it belongs to the head
+        # What is not below it belongs to the head; composites have other parts there, too.
+        base = prefix if stem.startswith(prefix) and not self._stems else ""
         tensors = {
             name: record
             for name, record in self.source.tensors.items()

@@ -82,9 +82,11 @@ def load(config_directory: str, weights_directory: str) -> dict[str, list[str]]:
     """The stock class's report on the weights of one directory under the config of another, in JSON's types."""
     import transformers
 
+    from headpool.loading import stock_class
+
     config = transformers.AutoConfig.from_pretrained(config_directory)
     named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-    model_class = named or transformers.AutoModelForCausalLM
+    model_class = named or stock_class(config)
     _, info = model_class.from_pretrained(
         weights_directory,
         config=config,

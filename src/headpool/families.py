@@ -6,16 +6,16 @@ reader of configs must know beyond that stands here. Nothing here imports torch 
 """
 
 import difflib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib import resources
 from typing import Any, Literal, NamedTuple
 
 from headpool import kv_fields
+from headpool.composite import composites, inside, text_config
 from headpool.errors import RequestError
+from headpool.family_data import data, told
 
 KV_HEADS = "num_key_value_heads"
 
@@ -34,7 +34,6 @@ SYNONYMS = ("num_kv_heads", "n_head_kv", "multi_query")
 
 ENCODER_DECODER = "encoder-decoder models are not supported"
 PER_LAYER = "its layers have fields of their own (per_layer_config), which is not supported yet"
-NESTED = "its language model's config is nested (text_config), which is not supported yet"
 
 PROJECTIONS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
 """What separate key and value projections are called inside an attention module."""
@@ -95,32 +94,13 @@ class Family:
     fused: FusedProjection | None = None
     input_norms: tuple[str, ...] = ("input_layernorm",)
     kv_rules: Mapping[str, Sequence[kv_fields.Rule]] | None = None
-
-
-@cache
-def data() -> dict[str, Any]:
-    """The checked-in data file: `transformers` (the version measured), `families`, and `others` (refused
-    by reason).
-    """
-    text = resources.files("headpool").joinpath("class_defaults.json").read_text(encoding="utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
-
-
-@cache
-def told() -> dict[str, Any]:
-    """What is told by hand of families, over what was measured: one projection for queries, keys and values, and counts
-    of K/V heads in fields of their own. A test holds it against their classes.
-    """
-    text = resources.files("headpool").joinpath("told_families.json").read_text(encoding="utf-8")
-    loaded: dict[str, Any] = json.loads(text)
-    return loaded
+    stems: tuple[str, ...] = ()
 
 
 @cache
 def families() -> dict[str, Family]:
-    """Every family whose class has a K/V-head field at the top of its config, or is known to hold the count otherwise,
-    by model_type. What stood against one when it was measured is void where it is told of.
+    """Every family whose class has a K/V-head field in the language model's config, or is known to hold the count
+    otherwise, by that config's model_type. What stood against one when it was measured is void where it is told of.
     """
     measured = data()["families"]
     entries = measured | {name: measured.get(name, {}) | {"reason": None} | entry for name, entry in told().items()}
@@ -158,8 +138,9 @@ def get(config: Mapping[str, Any], family: Family, field: str) -> Any:
     it is absent.
 
     An explicit null is a value: it switches a window off, and makes a count or head_dim follow from the
-    others.
+    others. Of a composite model it is the language model's field.
     """
+    config = text_config(config)
     for key in (family.aliases.get(field, field), field):
         if key in config:
             return config[key]
@@ -171,7 +152,7 @@ def get_kv_heads(config: Mapping[str, Any], family: Family) -> Any:
     it is null.
     """
     if family.kv_rules is not None:
-        return kv_fields.read(family.kv_rules["read"], config, partial(get, config, family))
+        return kv_fields.read(family.kv_rules["read"], text_config(config), partial(get, config, family))
     held = get(config, family, KV_HEADS)
     return get(config, family, "num_attention_heads") if held is None else held
 
@@ -189,32 +170,43 @@ class AttentionTensor(NamedTuple):
 def attention_tensor(family: Family, name: str) -> AttentionTensor | None:
     """The name of an attention tensor of a checkpoint taken apart; None for every other tensor.
 
-    A prefix of its own in front of the layers, or none, does not matter: checkpoints of bare models lack "model.".
+    A prefix of its own in front of the layers, or none, does not matter: checkpoints of bare models lack "model.". In
+    composite models it must be the language model's.
     """
     before, found, after = family.attention.rpartition("{}")
     if not found:
         return None
-    layers = re.escape(before.split(".")[-2])
-    match = re.fullmatch(rf"((?:.*\.)?{layers}\.)(\d+){re.escape(after)}\.(.+)", name)
+    layers = "|".join(map(re.escape, family.stems)) or rf"(?:.*\.)?{re.escape(before.split('.')[-2])}\."
+    match = re.fullmatch(rf"({layers})(\d+){re.escape(after)}\.(.+)", name)
     return AttentionTensor(match[1], int(match[2]), re.sub(r"\d+", "*", match[3])) if match else None
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """The family of a config whose layers can be told from its top-level fields, converted or not.
+    """The family of a config whose layers can be told from its fields, converted or not; that of the language model in
+    a composite one, with the class and the stems that its checkpoints have there.
 
     Raises RequestError with the reason for every other config.
     """
+    model_type = _model_type(config)
+    composite = composites().get(model_type)
+    held = config if composite is None else text_config(config)
+    text_type = _model_type(held)
+    for (found, key), other in RETYPED.items():
+        if text_type == found and key in held:
+            text_type = other
+    family = families().get(text_type)
+    reason = composite.reason if composite and composite.reason else _unreadable(held, text_type, family)
+    if family is None or reason is not None:
+        inside = "" if composite is None else f", its language model {text_type!r}"
+        raise RequestError(f"model_type {model_type!r}{inside}: {reason}")
+    return family if composite is None else replace(family, class_name=composite.class_name, stems=composite.stems)
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise RequestError("config.json has no model_type, which names the model's class")
-    for (found, key), other in RETYPED.items():
-        if model_type == found and key in config:
-            model_type = other
-    family = families().get(model_type)
-    reason = _unreadable(config, model_type, family)
-    if family is None or reason is not None:
-        raise RequestError(f"model_type {model_type!r}: {reason}")
-    return family
+    return model_type
 
 
 def family_of(config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Family:
@@ -231,7 +223,8 @@ def family_of(config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Family:
 
 def refusal(config: Mapping[str, Any], family: Family, tensors: Iterable[str] = ()) -> str | None:
     """Why a model of a known family, with tensors of these names, is not converted; None where it is."""
-    other = next((kind for kind in config.get("layer_types") or () if kind not in ATTENTION_KINDS), None)
+    layer_types = text_config(config).get("layer_types") or ()
+    other = next((kind for kind in layer_types if kind not in ATTENTION_KINDS), None)
     if other is not None:
         return f"a hybrid: its layer_types hold {other!r}, and only attention layers are supported"
     if (quantized := quantization(config)) is not None:
@@ -255,10 +248,10 @@ def quantization(config: Mapping[str, Any]) -> str | None:
 
 def _unreadable(config: Mapping[str, Any], model_type: str, family: Family | None) -> str | None:
     """Why a config's layers cannot be told; None where they can."""
-    near = difflib.get_close_matches(model_type, families(), n=3)
+    near = difflib.get_close_matches(model_type, [*families(), *composites()], n=3)
     signs: tuple[tuple[object, str | None], ...] = (
         (config.get("is_encoder_decoder"), ENCODER_DECODER),
-        ("text_config" in config, NESTED),
+        ("text_config" in config, "no class of transformers is known that holds a language model so (text_config)"),
         (config.get("per_layer_config"), PER_LAYER),
         (family is not None, None if family is None or family.geometry else family.reason),
         *((model_type in names, reason) for reason, names in data()["others"].items()),
@@ -270,6 +263,7 @@ def _unreadable(config: Mapping[str, Any], model_type: str, family: Family | Non
 
 def rotary_dims(config: Mapping[str, Any], family: Family, head_dim: int) -> int:
     """How many of a head's dimensions rotate, in layers that rotate at all."""
+    config = text_config(config)
     held = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
     factors = [one["partial_rotary_factor"] for one in held if one and "partial_rotary_factor" in one]
     factor = factors[0] if factors else get(config, family, "partial_rotary_factor")
@@ -277,15 +271,16 @@ def rotary_dims(config: Mapping[str, Any], family: Family, head_dim: int) -> int
 
 
 def kv_heads_fields(config: Mapping[str, Any], family: Family | None = None) -> dict[str, Any]:
-    """Every top-level field of `config` that holds its K/V-head count, with its value.
+    """Every field of the language model's config that holds its K/V-head count, with its value.
 
     Empty where they have rules of their own. Raises RequestError when two of them contradict each other.
     """
     family = family or find_family(config)
     if family.kv_rules is not None:
         return {}
+    text = text_config(config)
     names = (family.aliases.get(KV_HEADS, KV_HEADS), KV_HEADS, *SYNONYMS)
-    held = {name: config[name] for name in names if config.get(name) is not None}
+    held = {name: text[name] for name in names if text.get(name) is not None}
     expected = get_kv_heads(config, family)
     for name, value in held.items():
         agrees = value == (expected == 1) if isinstance(value, bool) else value == expected
@@ -302,15 +297,17 @@ def can_hold(config: Mapping[str, Any], family: Family, kv_heads: int) -> bool:
 
 
 def kv_heads_changes(config: Mapping[str, Any], kv_heads: int) -> dict[str, Any]:
-    """The top-level fields of a config, with their new values, that give it `kv_heads` K/V heads wherever it
-    has more.
+    """The fields of a config, with their new values, that give it `kv_heads` K/V heads wherever it has more: the
+    language model's where they stand, and at the top where that says the same.
+
 
     The family's own field is among them even where the config leaves it out; a mapping changes within a nested
     object. RequestError where the class cannot hold so many.
     """
     family = find_family(config)
+    text = text_config(config)
     if family.kv_rules is not None:
-        return kv_fields.changes(family.kv_rules["write"], kv_heads, config, partial(get, config, family))
+        return inside(config, kv_fields.changes(family.kv_rules["write"], kv_heads, text, partial(get, text, family)))
 
     def fewer(value: Any) -> Any:
         if isinstance(value, bool):
@@ -321,4 +318,5 @@ def kv_heads_changes(config: Mapping[str, Any], kv_heads: int) -> dict[str, Any]
 
     own = family.aliases.get(KV_HEADS, KV_HEADS)
     held = {own: get_kv_heads(config, family)} | kv_heads_fields(config, family)
-    return {name: fewer(value) for name, value in held.items()}
+    repeated = {name: fewer(config[name]) for name in held if config.get(name) == held[name]}
+    return repeated | inside(config, {name: fewer(value) for name, value in held.items()})

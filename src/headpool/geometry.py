@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from headpool import families
+from headpool.composite import text_config
 from headpool.errors import RequestError
 from headpool.families import Family
 
@@ -109,6 +110,7 @@ def _kinds(config: Mapping[str, Any], family: Family, count: int) -> list[tuple[
     def get(field: str) -> Any:
         return families.get(config, family, field)
 
+    config = text_config(config)
     explicit = config.get("layer_types")
     if explicit is None:
         own = family.layer_fields

@@ -7,6 +7,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headpool.checkpoint import Source
+from headpool.composite import composites
 from headpool.errors import RequestError, first_line
 
 _POSITIONS = ("max_position_embeddings", "max_seq_len")
@@ -49,6 +50,13 @@ def load_tokenizer(source: Source) -> Any:
         raise RequestError(f"{source.model}: its tokenizer cannot be read: {first_line(error)}") from error
 
 
+def stock_class(config: Any) -> Any:
+    """The class that opens checkpoints of a config as a language model, that of a composite one with all its parts."""
+    composite = composites().get(config.model_type)
+    held = getattr(transformers, composite.class_name, None) if composite else None
+    return held or AutoModelForCausalLM
+
+
 def load_model(source: Source, dtype: torch.dtype | str, device: str | None, attention: str | None = None) -> Any:
     """The model in its stock class, with the attention implementation that is named, or the one that it chooses.
 
@@ -56,8 +64,9 @@ def load_model(source: Source, dtype: torch.dtype | str, device: str | None, att
     filled at random.
     """
     transformers.utils.logging.disable_progress_bar()
+    model_class = stock_class(read_config(source))
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = model_class.from_pretrained(
             source.directory,
             dtype=dtype,
             attn_implementation=attention,

@@ -9,9 +9,9 @@ import tiny
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headpool import families
+from headpool import families, family_data
 
-MEASURED = families.data()["transformers"]
+MEASURED = family_data.data()["transformers"]
 
 
 @pytest.mark.skipif(transformers.__version__ != MEASURED, reason=f"the file was measured on {MEASURED}")

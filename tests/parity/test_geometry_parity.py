@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headpool import families, geometry
+from headpool import families, family_data, geometry
 from headpool.geometry import Layer
 
 NAMED = (*tiny.FAMILIES, "gemma2")
@@ -17,7 +17,7 @@ KNOWN = tuple(
     for name, family in families.families().items()
     if family.geometry
     and family.kv_rules is None
-    and (name in NAMED or transformers.__version__ == families.data()["transformers"])
+    and (name in NAMED or transformers.__version__ == family_data.data()["transformers"])
 )
 """On a version of transformers other than the measured one only the families that are tested by name. Those that hold
 the count in a way of their own are in test_told_families.py.
@@ -99,7 +99,7 @@ def test_layers_are_what_transformers_makes_of_the_same_config(model_type: str) 
 
 def test_enough_families_are_compared() -> None:
     assert set(NAMED) <= set(KNOWN)
-    if transformers.__version__ == families.data()["transformers"]:
+    if transformers.__version__ == family_data.data()["transformers"]:
         assert len(KNOWN) >= 70
         assert len(CONVERTING) >= 60
 

@@ -12,7 +12,7 @@ import transcoded
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headpool import families, geometry
+from headpool import families, family_data, geometry
 
 
 def model(model_type: str) -> Any:
@@ -23,9 +23,9 @@ def model(model_type: str) -> Any:
     return tiny.model(model_type, **own)
 
 
-@pytest.mark.parametrize("model_type", families.told())
+@pytest.mark.parametrize("model_type", family_data.told())
 def test_defaults_are_those_of_the_class(model_type: str) -> None:
-    told = families.told()[model_type]
+    told = family_data.told()[model_type]
     parameters = inspect.signature(CONFIG_MAPPING[model_type].__init__).parameters
     for field, default in told.get("defaults", {}).items():
         own = told["aliases"].get(field, field) if "aliases" in told else field
@@ -70,8 +70,8 @@ def test_every_family_that_was_refused_for_a_fused_projection_is_told_of() -> No
         for name, entry in json.loads((tiny.ROOT / "src/headpool/class_defaults.json").read_text())["families"].items()
         if "qkv" in entry.get("reason", "")
     }
-    assert fused_before <= set(families.told())
-    assert all(hasattr(transformers, one["class"]) for one in families.told().values())
+    assert fused_before <= set(family_data.told())
+    assert all(hasattr(transformers, one["class"]) for one in family_data.told().values())
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["12", "fewer"])
