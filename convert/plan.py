@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,7 +114,7 @@ def plan_conversion(
     Raises RequestError for an unknown method or dtype, a family that cannot be converted, head counts that do not fit,
     and weights that contradict the config.
     """
-    family = families.family_of(source.config, source.tensors)
+    family = families.family_of(source.config)
     if method not in METHODS:
         raise RequestError(f"unknown method {method!r}; there are {', '.join(METHODS)}")
     if dtype is not None and dtype not in FLOAT_DTYPES:
@@ -136,6 +136,7 @@ def plan_conversion(
             _shards(
                 source,
                 _declare(layout, units, source, whole_layers=whole_layers),
+                _removed(layout, units),
                 FLOAT_DTYPES.get(dtype or ""),
                 max_shard_size,
             )
@@ -197,11 +198,27 @@ def _declare(
             for name in layout.names(unit.layer, part)
             if part != "o"
         }
+        before = layout.gain_names(unit.layer, layout.layers[unit.layer].kv_heads)
+        after = layout.gain_names(unit.layer, unit.kv_heads)
+        if len(before) == len(after):  # one tensor for all heads, which shrinks
+            fewer = layout.layers[unit.layer].kv_heads // unit.kv_heads
+            rows |= {name: source.tensors[name].shape[0] // fewer for name in after if name in source.tensors}
         for name in layout.changed(unit.layer, unit.parts):
-            if name in source.tensors:
+            if name in source.tensors and name not in set(before) - set(after):
                 shape = source.tensors[name].shape
                 changed[name] = (rows.get(name, shape[0]), *shape[1:])
     return changed
+
+
+def _removed(layout: Layout, units: tuple[Unit, ...]) -> set[str]:
+    """The tensors that the result lacks: gains of key heads that are tensors of their own."""
+    return {
+        name
+        for unit in units
+        if "k" in unit.parts
+        for name in layout.gain_names(unit.layer, layout.layers[unit.layer].kv_heads)
+        if name not in layout.gain_names(unit.layer, unit.kv_heads)
+    }
 
 
 def _config_changes(source: Source, kv_heads: int, units: tuple[Unit, ...], dtype: str | None) -> dict[str, Any]:
@@ -225,10 +242,14 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shards(
-    source: Source, changed: Mapping[str, tuple[int, ...]], dtype: str | None, max_shard_size: int | None
+    source: Source,
+    changed: Mapping[str, tuple[int, ...]],
+    removed: Collection[str],
+    dtype: str | None,
+    max_shard_size: int | None,
 ) -> Iterator[Shard]:
     """The source's shards one for one, or cut anew to `max_shard_size` bytes of tensors each."""
-    groups = [list(records) for records in source.shards.values()]
+    groups = [[record for record in records if record.name not in removed] for records in source.shards.values()]
     if max_shard_size is not None:
         groups = _cut([record for group in groups for record in group], changed, dtype, max_shard_size)
     for file, records in zip(weight_files(len(groups)), groups, strict=True):

@@ -76,6 +76,9 @@ def _random(weights: AttentionWeights, kv_heads: int, setting: Setting) -> Atten
 
     return replace(
         weights,
+        key_gains=None
+        if weights.key_gains is None
+        else weights.key_gains.new_ones(kv_heads, weights.key_gains.shape[1]),
         k=fresh("k", weights.k),
         v=fresh("v", weights.v),
         bias_k=zeros(weights.bias_k),
@@ -89,6 +92,7 @@ def _map_heads(weights: AttentionWeights, pool: Callable[[Tensor], Tensor]) -> A
 
     return replace(
         weights,
+        key_gains=each(weights.key_gains),
         k=each(weights.k),
         v=each(weights.v),
         bias_k=each(weights.bias_k),

@@ -318,11 +318,22 @@ def provenance(
         "versions": {name: metadata.version(name) for name in ("torch", "transformers")}
         | {"python": sys.version.split()[0]},
         "layers": [
-            {"layer": index, "source_kv_heads": old.kv_heads, "kv_heads": new.kv_heads, **figures.get(index, {})}
+            {"layer": index, "source_kv_heads": old.kv_heads, "kv_heads": new.kv_heads}
+            | _gains(plan, index)
+            | figures.get(index, {})
             for index, (old, new) in enumerate(zip(plan.before, plan.after, strict=True))
         ],
         "changed": plan.changed,
     }
+
+
+_GAINS = {"mean": "mean of the group's", "first": "the group's first", "random": "ones"}
+
+
+def _gains(plan: Plan, layer: int) -> dict[str, str]:
+    """What became of the gains that norms have for each key head, where the conversion changed them."""
+    names = plan.layout.gain_names(layer, plan.after[layer].kv_heads)
+    return {"key_gains": _GAINS[plan.method.name]} if set(names) & set(plan.changed_in(layer)) else {}
 
 
 def _recipe(plan: Plan, seed: int, alignment: Alignment, max_shard_size: int | None) -> str:

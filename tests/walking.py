@@ -30,6 +30,6 @@ WINDOWS = torch.randint(0, 300, (5, 24), generator=torch.Generator().manual_seed
 def stock(directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Stock:
     """The stock class of a checkpoint, on the CPU."""
     source = checkpoint.open_source(str(directory))
-    family = families.family_of(source.config, source.tensors)
+    family = families.family_of(source.config)
     layout = find_layout(source.tensors, source.config, family, geometry.layers(source.config))
     return Stock(source, layout, device="cpu", dtype=dtype, **changes)

@@ -33,6 +33,7 @@ OTHER_NAMES = "its checkpoints keep attention under other names than its class, 
 
 HEAD_FIELDS = re.compile("heads|head_dim|head_size")
 KV_PART = re.compile(r"(.+)\.([kv]_proj)\.(weight|bias)")
+KEY_NORM = re.compile(r"(.+)\.k_(layer)?norm\.(weight|norms\.\d+\.weight)")
 NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")
 
 
@@ -74,20 +75,19 @@ def attention_module(probe: Probe) -> str:
         )
     if not follow:
         raise NotMeasuredError(f"its class ignores {KV_HEADS}")
-    other = sorted({split(name)[2] for name in follow if not KV_PART.fullmatch(name)})
+    other = sorted({split(name)[2] for name in follow if not (KV_PART.fullmatch(name) or KEY_NORM.fullmatch(name))})
     if other:
-        what = (
-            "a norm spans all key heads"
-            if all("norm" in name for name in other)
-            else "its keys and values are not of separate projections alone"
+        listed = ", ".join(other)
+        raise NotMeasuredError(
+            f"its keys and values are not of separate projections alone ({listed}), which is not supported yet"
         )
-        raise NotMeasuredError(f"{what} ({', '.join(other)}), which is not supported yet")
     layers = sorted({split(name)[1] for name in follow})
     if layers != list(range(LAYERS)):
         raise NotMeasuredError(
             f"of {LAYERS} layers only {', '.join(map(str, layers))} hold keys and values of their own"
         )
-    modules = {f"{before}{{}}.{rest.rsplit('.', 2)[0]}" for before, _, rest in map(split, follow)}
+    parts = [name for name in follow if KV_PART.fullmatch(name)]
+    modules = {f"{before}{{}}.{rest.rsplit('.', 2)[0]}" for before, _, rest in map(split, parts)}
     if len(modules) > 1:
         raise NotMeasuredError(f"its attention lies in several modules ({', '.join(sorted(modules))})")
     if fields := head_fields(probe):

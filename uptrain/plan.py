@@ -111,7 +111,7 @@ def plan_uptraining(recipe: Recipe, *, world: int = 1, made: bool = True, start:
     root = Path(recipe.output)
     source, config_text = _start(recipe, root, made=made, start=start)
     config = read_json_object(config_text.encode(), "config.json")
-    family = families.family_of(config, source.tensors)
+    family = families.family_of(config)
     positions = families.get(config, family, "max_position_embeddings")
     sequence = section.sequence_length or min(positions or DEFAULT_SEQUENCE, DEFAULT_SEQUENCE)
     if positions is not None and sequence > positions:

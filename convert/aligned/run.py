@@ -127,6 +127,11 @@ def read_calibration(plan: Plan, alignment: Alignment, seed: int) -> Calibration
 def check_attention(plan: Plan) -> None:
     """RequestError for attention that does more than the method knows how to preserve."""
     rotary_of(AttentionWeights(rotary=plan.layout.rotary))
+    for name in plan.layout.gain_names(plan.units[0].layer, 1):
+        if name in plan.source.tensors:
+            raise RequestError(
+                f"method aligned cannot go past {name!r}, a norm with gains for every key head; use method mean"
+            )
     for suffix in plan.layout.per_query_head:
         name = plan.layout.tensor(plan.units[0].layer, suffix)
         if name in plan.source.tensors and suffix != "sinks":

@@ -18,7 +18,8 @@ class Layout(ABC):
 
     projections: the module that holds each part, `.weight` and `.bias` below it; parts may share one. The output
     projection is [D, heads*d] in every layout. norms: the query and key norm; input_norms: names that the norm
-    before attention may have inside the layer.
+    before attention may have inside the layer. key_gains: the gains of a norm across all key heads, or of one for each
+    head; with * for the head's number where each is a tensor. gains_by_head: they are one tensor [k, d], not [k*d].
     """
 
     stem: str
@@ -29,6 +30,8 @@ class Layout(ABC):
     per_query_head: tuple[str, ...] = ()
     norms: tuple[str, str] = ("q_norm", "k_norm")
     input_norms: tuple[str, ...] = ("input_layernorm",)
+    key_gains: str | None = None
+    gains_by_head: bool = False
 
     def tensor(self, layer: int, suffix: str) -> str:
         return f"{self.stem}{layer}.{self.attention}.{suffix}"
@@ -44,7 +47,15 @@ class Layout(ABC):
         """
         names = [name for part in parts for name in self.names(layer, part)]
         names += [self.tensor(layer, suffix) for suffix in self.per_query_head if "q" in parts]
+        names += self.gain_names(layer, self.layers[layer].kv_heads) if "k" in parts else []
         return list(dict.fromkeys(names))
+
+    def gain_names(self, layer: int, kv_heads: int) -> list[str]:
+        """The names of the tensors with the key heads' gains, were the layer to have so many K/V heads."""
+        if self.key_gains is None:
+            return []
+        numbers = range(kv_heads) if "*" in self.key_gains else (0,)
+        return [self.tensor(layer, self.key_gains.replace("*", str(number))) for number in numbers]
 
     @abstractmethod
     def together(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:

@@ -1,7 +1,9 @@
 """The layout of a checkpoint, told from its family and held against its headers."""
 
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from headpool import families
@@ -33,10 +35,14 @@ def find_layout(
         raise RequestError(f"the weights hold {'several sets of' if stems else 'no'} attention tensors {where}")
     for name, held in found.items():
         _check_known(name, held, family, len(layers))
-    layout = _layout(stems.pop(), config, family, layers)
+    gains = [name for name, held in found.items() if held.suffix == family.key_gains]
+    layout = replace(
+        _layout(stems.pop(), config, family, layers), gains_by_head=any(len(tensors[name].shape) > 1 for name in gains)
+    )
     hidden = families.get(config, family, "hidden_size")
     for index in range(len(layers)):
         _check_shapes(tensors, layout, index, hidden)
+        _check_gains(tensors, layout, index)
     return layout
 
 
@@ -59,15 +65,33 @@ def _layout(stem: str, config: Mapping[str, Any], family: Family, layers: tuple[
         ),
         "norms": _norms(family),
         "input_norms": family.input_norms,
+        "key_gains": family.key_gains,
     }
     return Separate(**common) if family.fused is None else Fused(**common, order=family.fused.order)
+
+
+def _check_gains(tensors: Mapping[str, TensorRecord], layout: Layout, index: int) -> None:
+    """All gains of the key heads are there, or none, and fit the heads."""
+    layer = layout.layers[index]
+    names = layout.gain_names(index, layer.kv_heads)
+    held = [name for name in names if name in tensors]
+    whole = layer.kv_heads * layer.head_dim
+    for name in names if held else ():
+        if name not in tensors:
+            raise RequestError(f"tensor {name!r} is missing from the weights")
+        if math.prod(tensors[name].shape) * len(names) != whole:
+            raise RequestError(
+                f"weights and config contradict each other: tensor {name!r} is {list(tensors[name].shape)}, "
+                f"the config makes it [{whole // len(names)}]"
+            )
 
 
 def _norms(family: Family) -> tuple[str, str]:
     """The names of the family's query and key norm in its attention module; names that no tensor has where it has
     none.
     """
-    found = {suffix.rpartition(".")[0] for suffix in family.attention_tensors if "norm" in suffix}
+    beside = {suffix for suffix, follows in family.attention_tensors.items() if follows == "fixed" and "norm" in suffix}
+    found = {suffix.rpartition(".")[0] for suffix in beside}
     query, key = (sorted(name for name in found if name.startswith(letter)) for letter in ("q", "k"))
     return (query or ["q_norm"])[0], (key or ["k_norm"])[0]
 

@@ -32,8 +32,17 @@ class Separate(Layout):
             values[part] = tensors[weight].view(-1, d, tensors[weight].shape[1])
             if bias in tensors:
                 values[f"bias_{part}"] = tensors[bias].view(-1, d)
+        if "k" in parts:
+            values["key_gains"] = self._read_gains(tensors, layer)
         weights = self._read_output(AttentionWeights(rotary=self.rotary, **values), tensors, layer, parts)
         return self._read_beside(weights, tensors, layer) if "q" in parts else weights
+
+    def _read_gains(self, tensors: "Mapping[str, Tensor]", layer: int) -> "Tensor | None":
+        import torch
+
+        held = self.layers[layer]
+        found = [tensors[name] for name in self.gain_names(layer, held.kv_heads) if name in tensors]
+        return torch.cat(found).view(held.kv_heads, held.head_dim) if found else None
 
     def _read_beside(self, weights: AttentionWeights, tensors: "Mapping[str, Tensor]", layer: int) -> AttentionWeights:
         """With the norms, and what belongs to the query heads."""
@@ -56,6 +65,12 @@ class Separate(Layout):
                 tensors[weight] = w.flatten(0, 1)
             if b is not None:
                 tensors[bias] = b.flatten()
+        if weights.key_gains is not None:
+            names = self.gain_names(layer, len(weights.key_gains))
+            parts = weights.key_gains.chunk(len(names))
+            tensors |= {
+                name: one if self.gains_by_head else one.flatten() for name, one in zip(names, parts, strict=True)
+            }
         for norm, gain in zip(self.norms, (weights.query_norm, weights.key_norm), strict=True):
             if gain is not None:
                 tensors[self.tensor(layer, f"{norm}.weight")] = gain

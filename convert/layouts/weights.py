@@ -28,7 +28,8 @@ class AttentionWeights:
 
     q [h, d, D], k [k, d, D], v [k, d, D], o [h, D, d]; bias_q [h, d], bias_k [k, d], bias_v [k, d], bias_o [D];
     query_norm and key_norm [d]: gains of the norms between the projections and the scores, as stored; centred_norms:
-    those norms subtract the mean, too (layer norms). per_query_head: whatever else belongs to a query head, its first
+    those norms subtract the mean, too (layer norms). key_gains [k, d]: gains of a norm that spans all key heads, or of
+    one for each. per_query_head: whatever else belongs to a query head, its first
     dimension h or a multiple of it, head by head (sinks, gates).
     """
 
@@ -44,4 +45,5 @@ class AttentionWeights:
     query_norm: "Tensor | None" = None
     key_norm: "Tensor | None" = None
     centred_norms: bool = False
+    key_gains: "Tensor | None" = None
     per_query_head: "Mapping[str, Tensor]" = field(default_factory=dict)

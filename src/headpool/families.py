@@ -7,7 +7,7 @@ reader of configs must know beyond that stands here. Nothing here imports torch 
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -91,6 +91,7 @@ class Family:
     rotary: Literal["half-split", "interleaved"] | None
     output: str
     head_dim_read: bool
+    key_gains: str | None = None
     fused: FusedProjection | None = None
     input_norms: tuple[str, ...] = ("input_layernorm",)
     kv_rules: Mapping[str, Sequence[kv_fields.Rule]] | None = None
@@ -112,6 +113,7 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
     tensors = entry.get("attention_tensors", {})
     fused = FusedProjection(**entry["fused"]) if "fused" in entry else None
     projections = PROJECTIONS if fused is None else (f"{fused.projection}.weight", f"{fused.projection}.bias")
+    gains = [name for name, follows in tensors.items() if follows == "kv_heads" and "norm" in name]
     return Family(
         model_type=model_type,
         class_name=entry["class"],
@@ -122,11 +124,14 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
         window=entry.get("window"),
         layer_fields=entry.get("layer_fields", {}),
         attention=entry.get("attention", ""),
-        pooled=tuple(name for name, follows in tensors.items() if follows == "kv_heads" and name in projections),
+        pooled=tuple(
+            name for name, follows in tensors.items() if follows == "kv_heads" and name in (*projections, *gains)
+        ),
         attention_tensors=tensors,
         rotary=entry.get("rotary"),
         output=entry.get("output", "o_proj"),
         head_dim_read=entry.get("head_dim_read", True),
+        key_gains=gains[0] if gains else None,
         fused=fused,
         input_norms=tuple(entry.get("input_norms", ("input_layernorm",))),
         kv_rules=entry.get("kv_heads"),
@@ -209,30 +214,26 @@ def _model_type(config: Mapping[str, Any]) -> str:
     return model_type
 
 
-def family_of(config: Mapping[str, Any], tensors: Iterable[str] = ()) -> Family:
-    """The family of a model that can be converted, by its config and the names of its tensors.
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a model that can be converted, by its config.
 
     Raises RequestError with the reason for every other model.
     """
     family = find_family(config)
-    reason = refusal(config, family, tensors)
+    reason = refusal(config, family)
     if reason is not None:
         raise RequestError(f"model_type {family.model_type!r}: {reason}")
     return family
 
 
-def refusal(config: Mapping[str, Any], family: Family, tensors: Iterable[str] = ()) -> str | None:
-    """Why a model of a known family, with tensors of these names, is not converted; None where it is."""
+def refusal(config: Mapping[str, Any], family: Family) -> str | None:
+    """Why a model of a known family is not converted; None where it is."""
     layer_types = text_config(config).get("layer_types") or ()
     other = next((kind for kind in layer_types if kind not in ATTENTION_KINDS), None)
     if other is not None:
         return f"a hybrid: its layer_types hold {other!r}, and only attention layers are supported"
     if (quantized := quantization(config)) is not None:
         return quantized
-    for name in tensors:
-        held = attention_tensor(family, name)
-        if held and family.attention_tensors.get(held.suffix) == "kv_heads" and held.suffix not in family.pooled:
-            return f"tensor {name!r} spans all key/value heads, which is not supported yet"
     return family.reason
 
 

@@ -114,7 +114,7 @@ def plan(
     if not counts:
         raise RequestError("no layer of the model keeps keys and values")
     widest = next(layer for layer in layers if layer.kind != "none" and layer.kv_heads == counts[0])
-    reason = families.refusal(config, family, shapes or ())
+    reason = families.refusal(config, family)
     dtype = _dtype(config, shapes)
     sliding = [layer for layer in layers if layer.window is not None]
     weights = _Weights(shapes, family if reason is None else None, layers) if shapes else None
@@ -210,6 +210,10 @@ def _pooled_heads(shapes: Shapes, family: Family, layers: Sequence[Layer]) -> It
         held = families.attention_tensor(family, name)
         if held and held.layer < len(layers) and held.suffix in family.pooled:
             index, layer = held.layer, layers[held.layer]
+            if held.suffix == family.key_gains:
+                if "*" not in held.suffix or name.endswith(held.suffix.replace("*", "0")):
+                    yield index, dtype, layer.head_dim
+                continue
             heads = layer.kv_heads if family.fused is None else layer.heads + 2 * layer.kv_heads
             rows = heads * layer.head_dim
             if shape[0] != rows:

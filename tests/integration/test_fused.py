@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_check")
 
 def layout_of(directory: Path) -> Layout:
     source = open_source(str(directory))
-    family = families.family_of(source.config, source.tensors)
+    family = families.family_of(source.config)
     return find_layout(source.tensors, source.config, family, geometry.layers(source.config))
 
 

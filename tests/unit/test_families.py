@@ -34,7 +34,9 @@ def test_what_the_other_attention_tensors_follow() -> None:
     assert held["llama"].attention_tensors["o_proj.weight"] == "heads"
     assert held["llama"].attention_tensors["o_proj.bias"] == "fixed"
     assert held["cohere"].attention_tensors["k_norm.weight"] == "kv_heads"
-    assert "k_norm.weight" not in held["cohere"].pooled
+    assert held["cohere"].key_gains == held["olmo2"].key_gains == "k_norm.weight"
+    assert held["stablelm"].key_gains == "k_layernorm.norms.*.weight"
+    assert held["qwen3"].key_gains is None
     assert held["phi"].output == "dense"
     assert (held["cohere"].rotary, held["glm"].rotary) == ("interleaved", "interleaved")
 
@@ -79,7 +81,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mamba"}, "no num_attention_heads"),
     ({"model_type": "jamba"}, "not attention over keys and values alone (transformers caches it in Linear"),
     ({"model_type": "falcon_h1"}, "LinearAttentionAndFullAttentionLayer"),
-    ({"model_type": "olmo2"}, "a norm spans all key heads (self_attn.k_norm.weight)"),
     ({"model_type": "t5"}, "encoder-decoder"),
     ({"model_type": "bart"}, "encoder-decoder"),
     ({"model_type": "llama", "is_encoder_decoder": True}, "encoder-decoder"),
@@ -126,7 +127,7 @@ def test_every_refused_family_says_why_and_every_other_is_complete() -> None:
         if family.fused is not None:
             assert {name.split(".")[0] for name in family.pooled} == {family.fused.projection}
             continue
-        assert {"k_proj.weight", "v_proj.weight"} <= set(family.pooled) <= set(families.PROJECTIONS)
+        assert {"k_proj.weight", "v_proj.weight"} <= set(family.pooled) <= {*families.PROJECTIONS, family.key_gains}
         assert family.attention_tensors["q_proj.weight"] == "heads"
         assert family.attention.count("{}") == 1
 
@@ -139,16 +140,6 @@ def test_a_mistral_config_with_layer_types_is_read_as_ministral_as_transformers_
     config = {"model_type": "mistral", "layer_types": ["full_attention"] * 32}
     assert families.family_of(config).class_name == "MinistralForCausalLM"
     assert families.family_of({"model_type": "mistral"}).class_name == "MistralForCausalLM"
-
-
-def test_a_tensor_that_spans_all_key_heads_is_a_reason() -> None:
-    family = families.family_of({"model_type": "cohere"})
-    assert families.refusal({}, family, ["model.layers.3.self_attn.k_proj.weight"]) is None
-    reason = families.refusal({}, family, ["model.layers.3.self_attn.k_norm.weight"])
-    assert reason is not None
-    assert "'model.layers.3.self_attn.k_norm.weight' spans all key/value heads" in reason
-    stablelm = families.family_of({"model_type": "stablelm"})
-    assert "norms.7" in str(families.refusal({}, stablelm, ["model.layers.0.self_attn.k_layernorm.norms.7.weight"]))
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,6 @@ def test_windows_bound_the_saving(tmp_path: Path) -> None:
     ("config", "reason"),
     [
         ({"model_type": "doge"}, "dt_proj.weight"),
-        ({"model_type": "olmo2"}, "a norm spans all key heads"),
         (llama(quantization_config={"quant_method": "awq"}), "quantized (awq)"),
     ],
 )
@@ -139,14 +138,18 @@ def test_models_that_do_not_convert_still_have_a_plan(tmp_path: Path, config: di
     assert plan.options[-1].kv_heads == 1
 
 
-def test_norms_across_key_heads_on_disk_are_a_reason_and_leave_sizes_unknown(tmp_path: Path) -> None:
-    tiny.model("cohere", use_qk_norm=True, num_attention_heads=4, num_key_value_heads=4, head_dim=24).save_pretrained(
-        tmp_path
-    )
-    plan = planning.plan(tmp_path)
-    assert "k_norm.weight' spans all key/value heads" in str(plan.reason)
-    assert plan.options[0].parameters == plan.parameters
-    assert [option.parameters for option in plan.options[1:]] == [None, None]
+@pytest.mark.parametrize(
+    ("model_type", "options"), [("cohere", {"use_qk_norm": True}), ("stablelm", {"qk_layernorm": True}), ("olmo2", {})]
+)
+def test_norms_with_gains_for_every_key_head_shrink_with_them(
+    tmp_path: Path, model_type: str, options: dict[str, Any]
+) -> None:
+    counts = {}
+    for kv_heads in (4, 2, 1):
+        model = tiny.model(model_type, num_attention_heads=4, num_key_value_heads=kv_heads, **options)
+        counts[kv_heads] = sum(tensor.numel() for tensor in model.parameters())
+    tiny.model(model_type, num_attention_heads=4, num_key_value_heads=4, **options).save_pretrained(tmp_path)
+    assert {one.kv_heads: one.parameters for one in planning.plan(tmp_path).options} == counts
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "mamba", "gemma3", "t5", "no-such"])
