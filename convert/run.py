@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headpool import __version__
+from headpool import __version__, opening
 from headpool.card import write_card
 from headpool.check import Check, Report
 from headpool.checkpoint import PROVENANCE, Source, open_source
@@ -248,7 +248,10 @@ def _write(
             _write_json(staging / PROVENANCE, done | {"check": asdict(inherited)})
         (staging / _CONFIG / "config.json").rename(staging / "config.json")
         (staging / _CONFIG).rmdir()
-    return (f"the source itself does not fit its class ({inherited}); the result inherits that",) if inherited else ()
+    warnings = opening.warnings(plan.source.config)
+    if inherited:
+        warnings = (f"the source itself does not fit its class ({inherited}); the result inherits that", *warnings)
+    return warnings
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

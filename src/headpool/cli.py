@@ -227,6 +227,18 @@ def evaluate(
         typer.echo(f"report: {page}")
 
 
+@app.command(name="families")
+def list_families(as_json: Json = False) -> None:
+    """List every model type: whether it converts, why not, and where the result opens.
+
+    Example: headpool families
+    """
+    from headpool import catalogue
+
+    found = catalogue.rows()
+    _show(catalogue.table(found), catalogue.to_dict(found), as_json)
+
+
 @app.command(name="report")
 def draw_report(
     directory: Annotated[Path, typer.Argument(help="A folder with a report.json.", show_default=False)],

@@ -73,6 +73,8 @@ class Family:
     projection's name, `rotary` how the dimensions of a head pair (None: no telling), `head_dim_read` whether
     the class heeds an explicit head_dim. `aliases` maps fields to the names under which the class stores
     them. `fused` says how queries, keys and values lie in one projection, None where each has its own;
+    `key_gains` is the tensor with the gains of a norm across all key heads, or of one for each (see layouts).
+    `within` is a composite model that the family is only known inside. `stems` are its layers' there.
     `input_norms` are the names that the norm before attention has inside the layer. `kv_rules` say how configs
     hold the K/V-head count ("read") and are given another ("write") where no field of FIELDS does.
     """
@@ -92,6 +94,7 @@ class Family:
     output: str
     head_dim_read: bool
     key_gains: str | None = None
+    within: str | None = None
     fused: FusedProjection | None = None
     input_norms: tuple[str, ...] = ("input_layernorm",)
     kv_rules: Mapping[str, Sequence[kv_fields.Rule]] | None = None
@@ -132,6 +135,7 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
         output=entry.get("output", "o_proj"),
         head_dim_read=entry.get("head_dim_read", True),
         key_gains=gains[0] if gains else None,
+        within=entry.get("within"),
         fused=fused,
         input_norms=tuple(entry.get("input_norms", ("input_layernorm",))),
         kv_rules=entry.get("kv_heads"),
@@ -234,6 +238,8 @@ def refusal(config: Mapping[str, Any], family: Family) -> str | None:
         return f"a hybrid: its layer_types hold {other!r}, and only attention layers are supported"
     if (quantized := quantization(config)) is not None:
         return quantized
+    if family.within is not None and not family.stems:
+        return f"it is a part of models such as {family.within}, and no class holds it alone"
     return family.reason
 
 

@@ -17,7 +17,7 @@ FOLDERS = {name: ROOT / folder for name, folder in CONFIG["package-dir"].items()
 BASE = {
     "errors", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint", "destination",
     "hub", "kv_fields", "progress", "drawing", "plots", "text", "score", "recipe", "sections", "check", "rounding",
-    "loading", "tensors", "card", "columns", "portable", "uploading", "console", "family_data", "composite",
+    "loading", "tensors", "card", "columns", "portable", "uploading", "console", "family_data", "composite", "opening",
     "__init__",
 }  # fmt: skip
 LEVELS = {
@@ -25,6 +25,7 @@ LEVELS = {
     "uptrain": 1,
     "eval": 1,
     "launch": 2,
+    "catalogue": 2,
     "measured": 2,
     "publish": 3,
     "pipeline": 3,

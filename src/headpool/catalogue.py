@@ -1,0 +1,168 @@
+"""Every model type that transformers has for generating text: whether it converts, and where the result opens.
+
+What a row says comes from the functions that convert itself asks. `python -m headpool.catalogue` prints docs/families.md.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from headpool.composite import composites
+from headpool.convert.transcode.find import TRANSCODINGS, transcoding_of
+from headpool.errors import RequestError
+from headpool.families import Family, families, family_of
+from headpool.family_data import data
+from headpool.opening import opens_in
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Status = Literal["converts", "transcodes", "refused"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model type. `to`: the classes that it can be transcoded to; layout, key_norm and rotary are None where it is
+    refused or transcoded; `reason` says why it is refused, `nearest` what works instead.
+    """
+
+    name: str
+    status: Status
+    to: tuple[str, ...] = ()
+    layout: str | None = None
+    key_norm: str | None = None
+    rotary: str | None = None
+    opens_in: tuple[str, ...] = ()
+    reason: str | None = None
+    nearest: str | None = None
+
+
+NEAREST: tuple[tuple[str, str], ...] = (
+    ("multi-head latent", "nothing: its cache holds one latent vector per token already, smaller than few K/V heads"),
+    ("encoder-decoder", "a decoder-only model of its kind"),
+    ("caches it in .*Linear", "nothing: most of its layers keep no keys and values, so there is little to save"),
+    ("no num_attention_heads", "nothing: it keeps no keys and values, or not by heads that can share"),
+    ("several models that generate", "its thinker alone, where that is saved as a model of its own"),
+    ("language model's config has no", "a composite model around a language model that converts"),
+    ("under other names", "the same weights saved as a model of a class that converts, such as Llama"),
+    ("could be built|takes text|can be written", "its language model alone, saved as a causal model that converts"),
+    ("no num_key_value_heads", "a model of a class that has the field, such as Llama or, by --transcode, GPT-NeoX"),
+)
+"""What works instead, by a pattern of the reason."""
+
+USUALLY = "a model of another class that converts"
+
+
+def rows() -> list[Row]:
+    """All model types that a checkpoint can be of, by name."""
+    refused = {name for names in data()["others"].values() for name in names}
+    inside = {name for name, family in families().items() if family.within is not None}
+    return [_row(name) for name in sorted({*families(), *composites(), *refused} - inside)]
+
+
+def _row(name: str) -> Row:
+    config = _bare_config(name)
+    hosts = tuple(dict.fromkeys(one.host_class for one in TRANSCODINGS if one.source == name))
+    if hosts:
+        return Row(name, "transcodes", hosts, opens_in=(f"transformers {data()['transformers']}",))
+    try:
+        transcoding_of(config, wanted=True)
+        family = family_of(config)
+    except RequestError as error:
+        reason = re.sub(r"^model_type '[^']*'(, its language model '[^']*')?: ", "", str(error))
+        return Row(name, "refused", reason=reason, nearest=_nearest(reason))
+    return Row(
+        name,
+        "converts",
+        layout="separate" if family.fused is None else f"fused ({family.fused.projection})",
+        key_norm=_key_norm(family),
+        rotary=family.rotary,
+        opens_in=tuple(opens_in(config)),
+    )
+
+
+def _bare_config(name: str) -> Mapping[str, Any]:
+    """The least that a config of a model_type can hold."""
+    composite = composites().get(name)
+    config: dict[str, Any] = {}
+    for key in reversed(composite.path if composite else ()):
+        config = {key: config}
+    return {"model_type": name} | config
+
+
+def _key_norm(family: Family) -> str | None:
+    if family.key_gains is not None:
+        return "gains for every key head"
+    normed = any(re.match(r"k_?(layer)?norm", name) for name in family.attention_tensors)
+    return "per head" if normed else None
+
+
+def _nearest(reason: str) -> str:
+    return next((what for pattern, what in NEAREST if re.search(pattern, reason)), USUALLY)
+
+
+def to_dict(found: list[Row]) -> dict[str, Any]:
+    """The rows as `headpool families --json` prints them."""
+    return {"families": [asdict(row) for row in found]}
+
+
+def table(found: list[Row]) -> "RenderableType":
+    """The rows for a terminal, those that convert first."""
+    from rich.table import Table
+
+    drawn = Table("family", "layout", "key norm", "rotary", "status", "opens in")
+    for row in _in_order(found):
+        drawn.add_row(*_cells(row))
+    return drawn
+
+
+def _in_order(found: list[Row]) -> list[Row]:
+    order: list[Status] = ["converts", "transcodes", "refused"]
+    return sorted(found, key=lambda row: (order.index(row.status), row.name))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    what = {
+        "converts": "converts",
+        "transcodes": f"transcodes to {', '.join(row.to)}",
+        "refused": f"refused: {row.reason}; instead: {row.nearest}",
+    }[row.status]
+    return row.name, row.layout or "", row.key_norm or "", row.rotary or "", what, ", ".join(row.opens_in)
+
+
+def markdown(found: list[Row]) -> str:
+    """docs/families.md."""
+    return "\n".join(_lines(found)) + "\n"
+
+
+def _lines(found: list[Row]) -> Iterator[str]:
+    counts = {status: sum(row.status == status for row in found) for status in ("converts", "transcodes", "refused")}
+    yield "# Families"
+    yield ""
+    yield f"Of the {len(found)} model types that transformers {data()['transformers']} has for generating text,"
+    yield f"{counts['converts']} convert and {counts['transcodes']} are transcoded first (`--transcode`,"
+    yield "[how](transcoding.md)); the others are refused, with the reason. Image-text and other composite models are"
+    yield "converted in their language model. *Opens in* holds what was tried: transformers by a test of every family,"
+    yield "servers by `make serving`. `headpool families` prints this table, `python -m headpool.catalogue` this page."
+    yield ""
+    yield "| family | layout | key norm | rotary | | opens in |"
+    yield "|---|---|---|---|---|---|"
+    for row in _in_order(found):
+        if row.status != "refused":
+            yield f"| {' | '.join(_cells(row))} |"
+    yield ""
+    yield "## Refused"
+    yield ""
+    yield "Of any family, headpool refuses checkpoints that are quantized (convert the unquantized one), adapters (merge"
+    yield "them first), and models whose code comes with the checkpoint (take one with a stock class, if there is any)."
+    yield ""
+    yield "| family | because | what works |"
+    yield "|---|---|---|"
+    for row in found:
+        if row.status == "refused":
+            yield f"| {row.name} | {str(row.reason).replace('|', '/')} | {row.nearest} |"
+
+
+if __name__ == "__main__":
+    print(markdown(rows()), end="")  # noqa: T201

@@ -1,0 +1,40 @@
+"""Where checkpoints with fewer K/V heads have been opened: only what was tried.
+
+In transformers that is every family that converts, by a test of each at the version of the data. Servers' results are
+kept by hand in served.json, from `make serving`.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from headpool.composite import composites, text_config
+from headpool.family_data import data
+
+
+@cache
+def served() -> dict[str, list[str]]:
+    """The servers, with their versions, in which a converted model of a model_type gave what transformers gives."""
+    text = resources.files("headpool").joinpath("served.json").read_text(encoding="utf-8")
+    loaded: dict[str, list[str]] = json.loads(text)
+    return loaded
+
+
+def opens_in(config: Mapping[str, Any]) -> list[str]:
+    """What has opened a checkpoint of this class with fewer K/V heads, for a config whose model converts."""
+    model_type = str(config["model_type"])
+    composite = composites().get(model_type)
+    if composite is not None and text_config(config)["model_type"] != composite.text:
+        return []
+    return [f"transformers {data()['transformers']}", *served().get(model_type, ())]
+
+
+def warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What to know of a converted checkpoint of this class before it is taken elsewhere."""
+    if opens_in(config):
+        return ()
+    inside = text_config(config)["model_type"]
+    untried = f"{config['model_type']} around a language model of type {inside}, with fewer K/V heads, was never run"
+    return (f"{untried}: try it in transformers first",)

@@ -1,0 +1,88 @@
+"""The table of families: one row a model type, saying what convert says, in step with the docs."""
+
+import json
+from typing import Any
+
+import pytest
+import registry
+import tiny
+from transformers.models.auto import modeling_auto
+from typer.testing import CliRunner
+
+from headpool import catalogue, cli, opening
+from headpool.convert.transcode.find import SOURCES
+from headpool.errors import RequestError
+from headpool.families import families, family_of
+from headpool.headers import read_json_object
+
+ROWS = {row.name: row for row in catalogue.rows()}
+
+
+def test_every_model_type_that_transformers_lists_has_a_row() -> None:
+    if registry.MEASURED:
+        assert {
+            *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        } <= set(ROWS)
+    assert len(ROWS) > 250
+
+
+def test_every_family_that_converts_is_tested_whole_and_every_other_says_why() -> None:
+    """By test_every_family.py and test_fused.py, whose lists these are."""
+    fused = {name for name, family in families().items() if family.fused is not None}
+    if registry.MEASURED:
+        converting = {name for name, row in ROWS.items() if row.status == "converts"}
+        assert converting - fused == {*registry.LANGUAGE, *registry.COMPOSITE}
+    assert {name for name, row in ROWS.items() if row.status == "transcodes"} == set(SOURCES)
+    for row in ROWS.values():
+        assert (row.status == "refused") == (row.reason is not None) == (row.nearest is not None)
+        assert (row.status == "transcodes") == bool(row.to)
+        assert (row.status == "refused") == (not row.opens_in)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", ("separate", None, "half-split")),
+        ("qwen3", ("separate", "per head", "half-split")),
+        ("olmo2", ("separate", "gains for every key head", "half-split")),
+        ("cohere", ("separate", "gains for every key head", "interleaved")),
+        ("phi3", ("fused (qkv_proj)", None, "half-split")),
+        ("gemma3", ("separate", "per head", "half-split")),
+    ],
+)
+def test_what_a_row_says_of_attention(name: str, expected: tuple[str | None, ...]) -> None:
+    row = ROWS[name]
+    assert (row.layout, row.key_norm, row.rotary) == expected
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "persimmon", "xglm", "t5", "bert", "deepseek_v3", "mamba", "rwkv"])
+def test_a_refused_row_says_what_convert_says(name: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        family_of({"model_type": name})
+    assert str(refused.value) == f"model_type {name!r}: {ROWS[name].reason}"
+
+
+def test_the_page_in_docs_is_what_the_table_says() -> None:
+    assert (tiny.ROOT / "docs" / "families.md").read_text(encoding="utf-8") == catalogue.markdown([*ROWS.values()])
+
+
+def test_the_verb_prints_one_object() -> None:
+    result = CliRunner().invoke(cli.app, ["families", "--json"])
+    assert result.exit_code == 0
+    printed = read_json_object(result.stdout.encode(), "stdout")["families"]
+    fields = {"name", "status", "to", "layout", "key_norm", "rotary", "opens_in", "reason"}
+    assert all(fields <= row.keys() for row in printed)
+    assert [row["name"] for row in printed] == sorted(ROWS)
+    assert json.loads(result.stdout)["families"] == printed
+    shown = CliRunner().invoke(cli.app, ["families"]).stdout
+    assert all(part in shown for part in ("qkv_proj", "transcodes to", "PhiForCausalLM", "MLA"))
+
+
+def test_only_what_was_tried_is_said_to_open() -> None:
+    assert set(opening.served()) <= {name for name, row in ROWS.items() if row.status == "converts"}
+    usual: dict[str, Any] = {"model_type": "llava", "text_config": {"model_type": "llama"}}
+    other: dict[str, Any] = {"model_type": "llava", "text_config": {"model_type": "qwen2"}}
+    assert opening.warnings(usual) == ()
+    assert opening.opens_in(other) == []
+    assert "llava around a language model of type qwen2" in opening.warnings(other)[0]
