@@ -17,6 +17,11 @@ HEADS, KV = 12, 4
 MEASURED = transformers.__version__ == data()["transformers"]
 
 
+ALTERNATING = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+MIXED: dict[str, Any] = {"lfm2": ALTERNATING, "lfm2_moe": ALTERNATING}
+"""Hybrids that were measured with attention in every layer."""
+
+
 def _here(model_type: str, class_name: str) -> bool:
     return model_type in CONFIG_MAPPING and hasattr(transformers, class_name)
 
@@ -52,7 +57,7 @@ def probe(model_type: str) -> Probe:
         if MEASURED:
             raise
         pytest.skip(f"transformers {transformers.__version__} cannot build its own class: {error}")
-    held.fields |= {"num_attention_heads": HEADS, "hidden_size": 16 * HEADS}
+    held.fields |= {"num_attention_heads": HEADS, "hidden_size": 16 * HEADS} | MIXED.get(model_type, {})
     return held
 
 

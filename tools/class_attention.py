@@ -32,6 +32,9 @@ SAME, OTHER = 1e-4, 1e-2
 OTHER_NAMES = "its checkpoints keep attention under other names than its class, which is not supported yet"
 
 HEAD_FIELDS = re.compile("heads|head_dim|head_size")
+OTHER_MIXERS = re.compile("mamba|linear|conv|ssm")
+"""What fields of layers without attention begin with."""
+
 KV_PART = re.compile(r"(.+)\.([kv]_proj)\.(weight|bias)")
 KEY_NORM = re.compile(r"(.+)\.k_(layer)?norm\.(weight|norms\.\d+\.weight)")
 NUMBERED = re.compile(r"(.*?\.)(\d+)\.(.+)")
@@ -41,7 +44,7 @@ def measure_attention(probe: Probe, entry: dict[str, Any]) -> None:
     """Fill in what pooling has to know; NotMeasuredError where the family does not convert."""
     module = attention_module(probe)
     output, tensors = roles(probe, module)
-    check_shapes(probe, module, output)
+    query_parts = check_shapes(probe, module, output)
     if not entry["geometry"]:
         raise NotMeasuredError("its cache is not of the shape that the heads and head_dim of its config give")
     check_groups(probe)
@@ -49,6 +52,8 @@ def measure_attention(probe: Probe, entry: dict[str, Any]) -> None:
     entry |= {"attention": module, "attention_tensors": tensors, "rotary": rotary(probe)}
     if output != OUTPUTS[0]:
         entry["output"] = output
+    if query_parts > 1:
+        entry["query_parts"] = query_parts
 
 
 def changed(before: Shapes, after: Shapes) -> set[str]:
@@ -73,6 +78,8 @@ def attention_module(probe: Probe) -> str:
         raise NotMeasuredError(
             f"not attention over keys and values alone (transformers caches it in {', '.join(states)})"
         )
+    if not attending(probe):
+        raise NotMeasuredError("a hybrid, of which no small model with attention could be built to measure")
     if not follow:
         raise NotMeasuredError(f"its class ignores {KV_HEADS}")
     other = sorted({split(name)[2] for name in follow if not (KV_PART.fullmatch(name) or KEY_NORM.fullmatch(name))})
@@ -82,7 +89,7 @@ def attention_module(probe: Probe) -> str:
             f"its keys and values are not of separate projections alone ({listed}), which is not supported yet"
         )
     layers = sorted({split(name)[1] for name in follow})
-    if layers != list(range(LAYERS)):
+    if layers != attending(probe):
         raise NotMeasuredError(
             f"of {LAYERS} layers only {', '.join(map(str, layers))} hold keys and values of their own"
         )
@@ -95,10 +102,20 @@ def attention_module(probe: Probe) -> str:
     return modules.pop()
 
 
+def attending(probe: Probe) -> list[int]:
+    """The layers that keep keys and values of their own."""
+    kinds = [CACHE_KINDS.get(type(layer).__name__) for layer in cache_layers(probe.config())]
+    return [index for index, kind in enumerate(kinds) if kind != "none"]
+
+
 def head_fields(probe: Probe) -> list[str]:
     """Fields by which a class may give some layers other heads than the common fields say."""
     known = {*BASE, "head_dim", *probe.aliases.values()}
-    return sorted(name for name in probe.parameters if HEAD_FIELDS.search(name) and name not in known)
+    return sorted(
+        name
+        for name in probe.parameters
+        if HEAD_FIELDS.search(name) and not OTHER_MIXERS.match(name) and name not in known
+    )
 
 
 def inside(shapes: Shapes, module: str) -> dict[str, list[tuple[int, ...]]]:
@@ -139,22 +156,25 @@ def roles(probe: Probe, module: str) -> tuple[str, dict[str, str]]:
     return output, dict(sorted(found.items()))
 
 
-def check_shapes(probe: Probe, module: str, output: str) -> None:
-    """NotMeasuredError where a projection is not [heads x head_dim, hidden], the output projection its
-    transpose.
+def check_shapes(probe: Probe, module: str, output: str) -> int:
+    """How often the query projection has [heads x head_dim, hidden]; NotMeasuredError where a projection has another
+    form, the output projection its transpose.
     """
     hidden, q, kv = BASE["hidden_size"], HEADS * HEAD_DIM, KV * HEAD_DIM
     found = inside(probe.shapes(), module)
+    rows = (found.get("q_proj.weight") or [(q,)])[0][0]
+    parts = 2 if rows == 2 * q else 1
     for name, shape in {
-        "q_proj": (q, hidden),
+        "q_proj": (parts * q, hidden),
         "k_proj": (kv, hidden),
         "v_proj": (kv, hidden),
         output: (hidden, q),
     }.items():
         held = found.get(f"{name}.weight", [])
-        if held != [shape] * LAYERS:
+        if held != [shape] * len(attending(probe)):
             form = next((list(one) for one in held if one != shape), "absent")
             raise NotMeasuredError(f"its {name} has another form ({form}, expected {list(shape)} everywhere)")
+    return parts
 
 
 def spread(model: Any) -> None:

@@ -18,6 +18,7 @@ For every model_type whose config class has a K/V-head field at its top, small m
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Container
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     check = parser.parse_args().check
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity(logging.CRITICAL)  # configs that refuse an attempt say so
     transformers.logging.disable_progress_bar()
     text = render()
     if not check:

@@ -44,6 +44,7 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"num_kv_shared_layers": 0},
     {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     {"layer_types": ["full_attention"] * LAYERS},
+    *({field: ["linear_attention", "full_attention"] * 2} for field in ("layer_types", "layers_block_type")),
     *({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | more} for more in MROPE),
     {
         "rope_parameters": {
@@ -56,8 +57,11 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
 MOST_PARAMETERS = 45_000_000
 """Models whose small version is larger are not run."""
 
-CACHE_KINDS = {"DynamicLayer": "full", "DynamicSlidingWindowLayer": "sliding", "DummyLayer": "none"}
-"""transformers' cache layers that hold keys and values alone (or nothing), in geometry's words."""
+CACHE_KINDS = {
+    "DynamicLayer": "full", "DynamicSlidingWindowLayer": "sliding", "DummyLayer": "none",
+    "LinearAttentionLayer": "none",
+}  # fmt: skip
+"""transformers' cache layers that hold keys and values alone, or none, in geometry's words."""
 
 LAYER_FIELDS = re.compile("layer|attn|attention|window|pattern|period|interval|idx|indices|global|chunk|share|block")
 """Names of fields that may say which layers slide."""
@@ -123,12 +127,22 @@ class Probe:
             else:
                 built = attempt if built is None else built
                 if self.runs():
+                    self._write_out_types()
                     return
             self.fields = usual
         if built is None:
             raise NotMeasuredError(f"no small model of its class could be built to measure ({first})")
         self.fields |= built
         self._forget()
+
+    def _write_out_types(self) -> None:
+        """A hybrid's config says which layers attend."""
+        config = self.config()
+        field = self.aliases.get("layer_types", "layer_types")
+        if field in self.parameters and any(
+            type(one).__name__ == "LinearAttentionLayer" for one in cache_layers(config)
+        ):
+            self.fields[field] = list(config.layer_types)
 
     def runs(self) -> bool:
         """Whether a small model takes text."""
@@ -138,11 +152,12 @@ class Probe:
         return self._ran
 
     def _takes_text(self) -> bool:
+        """Whether it does, and keeps keys and values of it; a hybrid's layer types are then told from its config."""
         try:
-            run(self.model("cpu"))
+            cached = run(self.model("cpu")).past_key_values.layers
         except Exception:
             return False
-        return True
+        return any(CACHE_KINDS.get(type(layer).__name__) != "none" for layer in cached)
 
     def _forget(self) -> None:
         self._built.clear()

@@ -127,6 +127,11 @@ def read_calibration(plan: Plan, alignment: Alignment, seed: int) -> Calibration
 def check_attention(plan: Plan) -> None:
     """RequestError for attention that does more than the method knows how to preserve."""
     rotary_of(AttentionWeights(rotary=plan.layout.rotary))
+    other = next((index for index, layer in enumerate(plan.before) if layer.kind == "none"), None)
+    if other is not None:
+        raise RequestError(f"method aligned cannot go past layer {other}, which has no attention; use method mean")
+    if plan.layout.query_parts > 1:
+        raise RequestError("method aligned cannot go past gates in the query projection; use method mean")
     for name in plan.layout.gain_names(plan.units[0].layer, 1):
         if name in plan.source.tensors:
             raise RequestError(

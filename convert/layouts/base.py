@@ -20,6 +20,8 @@ class Layout(ABC):
     projection is [D, heads*d] in every layout. norms: the query and key norm; input_norms: names that the norm
     before attention may have inside the layer. key_gains: the gains of a norm across all key heads, or of one for each
     head; with * for the head's number where each is a tensor. gains_by_head: they are one tensor [k, d], not [k*d].
+    query_parts: rows of the query projection for each dimension of a head; where there are more than one, `read` is for
+    the other parts.
     """
 
     stem: str
@@ -32,6 +34,7 @@ class Layout(ABC):
     input_norms: tuple[str, ...] = ("input_layernorm",)
     key_gains: str | None = None
     gains_by_head: bool = False
+    query_parts: int = 1
 
     def tensor(self, layer: int, suffix: str) -> str:
         return f"{self.stem}{layer}.{self.attention}.{suffix}"

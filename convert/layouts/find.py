@@ -34,13 +34,14 @@ def find_layout(
         where = f"under {' and '.join(sorted(stems))}" if stems else f"named {family.attention.format('N')}.*"
         raise RequestError(f"the weights hold {'several sets of' if stems else 'no'} attention tensors {where}")
     for name, held in found.items():
-        _check_known(name, held, family, len(layers))
+        if not (held.layer < len(layers) and layers[held.layer].kind == "none"):  # others may be named like attention
+            _check_known(name, held, family, len(layers))
     gains = [name for name, held in found.items() if held.suffix == family.key_gains]
     layout = replace(
         _layout(stems.pop(), config, family, layers), gains_by_head=any(len(tensors[name].shape) > 1 for name in gains)
     )
     hidden = families.get(config, family, "hidden_size")
-    for index in range(len(layers)):
+    for index in (index for index, layer in enumerate(layers) if layer.kind != "none"):
         _check_shapes(tensors, layout, index, hidden)
         _check_gains(tensors, layout, index)
     return layout
@@ -66,6 +67,7 @@ def _layout(stem: str, config: Mapping[str, Any], family: Family, layers: tuple[
         "norms": _norms(family),
         "input_norms": family.input_norms,
         "key_gains": family.key_gains,
+        "query_parts": family.query_parts,
     }
     return Separate(**common) if family.fused is None else Fused(**common, order=family.fused.order)
 

@@ -22,7 +22,7 @@ class Separate(Layout):
 
     def rows(self, layer: int, part: Part, kv_heads: int) -> int:
         held = self.layers[layer]
-        return held.head_dim * (held.heads if part == "q" else kv_heads)
+        return held.head_dim * (held.heads * self.query_parts if part == "q" else kv_heads)
 
     def read(self, tensors: "Mapping[str, Tensor]", layer: int, parts: Collection[Part] = PARTS) -> AttentionWeights:
         d = self.layers[layer].head_dim

@@ -1,6 +1,7 @@
 """Every model type that transformers has for generating text: whether it converts, and where the result opens.
 
-What a row says comes from the functions that convert itself asks. `python -m headpool.catalogue` prints docs/families.md.
+What a row says comes from the functions that convert itself asks. docs/families.md is what
+`python -m headpool.catalogue` prints.
 """
 
 import re
@@ -154,8 +155,8 @@ def _lines(found: list[Row]) -> Iterator[str]:
     yield ""
     yield "## Refused"
     yield ""
-    yield "Of any family, headpool refuses checkpoints that are quantized (convert the unquantized one), adapters (merge"
-    yield "them first), and models whose code comes with the checkpoint (take one with a stock class, if there is any)."
+    yield "Of any family, headpool refuses checkpoints that are quantized (convert the unquantized one), adapters"
+    yield "(merge them first), and models whose code comes with the checkpoint (take one with a stock class)."
     yield ""
     yield "| family | because | what works |"
     yield "|---|---|---|"

@@ -38,9 +38,6 @@ PER_LAYER = "its layers have fields of their own (per_layer_config), which is no
 PROJECTIONS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
 """What separate key and value projections are called inside an attention module."""
 
-ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-"""The words in `layer_types` for layers with keys and values to pool."""
-
 RETYPED = {("mistral", "layer_types"): "ministral"}
 """transformers reads a config of this model_type that holds this key as one of another model_type."""
 
@@ -74,6 +71,7 @@ class Family:
     the class heeds an explicit head_dim. `aliases` maps fields to the names under which the class stores
     them. `fused` says how queries, keys and values lie in one projection, None where each has its own;
     `key_gains` is the tensor with the gains of a norm across all key heads, or of one for each (see layouts).
+    `query_parts` is how many rows the query projection has for each dimension of a head (2: queries and gates).
     `within` is a composite model that the family is only known inside. `stems` are its layers' there.
     `input_norms` are the names that the norm before attention has inside the layer. `kv_rules` say how configs
     hold the K/V-head count ("read") and are given another ("write") where no field of FIELDS does.
@@ -95,6 +93,7 @@ class Family:
     head_dim_read: bool
     key_gains: str | None = None
     within: str | None = None
+    query_parts: int = 1
     fused: FusedProjection | None = None
     input_norms: tuple[str, ...] = ("input_layernorm",)
     kv_rules: Mapping[str, Sequence[kv_fields.Rule]] | None = None
@@ -136,6 +135,7 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
         head_dim_read=entry.get("head_dim_read", True),
         key_gains=gains[0] if gains else None,
         within=entry.get("within"),
+        query_parts=entry.get("query_parts", 1),
         fused=fused,
         input_norms=tuple(entry.get("input_norms", ("input_layernorm",))),
         kv_rules=entry.get("kv_heads"),
@@ -232,10 +232,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def refusal(config: Mapping[str, Any], family: Family) -> str | None:
     """Why a model of a known family is not converted; None where it is."""
-    layer_types = text_config(config).get("layer_types") or ()
-    other = next((kind for kind in layer_types if kind not in ATTENTION_KINDS), None)
-    if other is not None:
-        return f"a hybrid: its layer_types hold {other!r}, and only attention layers are supported"
     if (quantized := quantization(config)) is not None:
         return quantized
     if family.within is not None and not family.stems:

@@ -24,7 +24,7 @@ Kind = Literal["full", "sliding", "none"]
 
 KINDS: Mapping[str, Kind] = {
     "full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "sliding",
-    "linear_attention": "none", "conv": "none", "mamba": "none", "moe": "none", "mlp": "none",
+    "attention": "full", "linear_attention": "none", "conv": "none", "mamba": "none", "moe": "none", "mlp": "none",
 }  # fmt: skip
 """transformers' words in `layer_types`; a chunked layer holds no more than its chunk, as a sliding one its
 window.
@@ -66,7 +66,9 @@ def layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 def layers_of(config: Mapping[str, Any], family: Family) -> tuple[Layer, ...]:
     """`layers` for a config whose family is known."""
-    count = _whole(families.get(config, family, "num_hidden_layers"), "num_hidden_layers")
+    listed_types = families.get(config, family, "layer_types")
+    held = families.get(config, family, "num_hidden_layers")
+    count = _whole(len(listed_types) if held is None and listed_types else held, "num_hidden_layers")
     families.kv_heads_fields(config, family)
     listed = families.get_kv_heads(config, family)
     if isinstance(listed, list) and len(listed) != count:
@@ -111,7 +113,7 @@ def _kinds(config: Mapping[str, Any], family: Family, count: int) -> list[tuple[
         return families.get(config, family, field)
 
     config = text_config(config)
-    explicit = config.get("layer_types")
+    explicit = config.get(family.aliases.get("layer_types", "layer_types"), config.get("layer_types"))
     if explicit is None:
         own = family.layer_fields
         overruled = next((field for field in own if config.get(field, own[field]) != own[field]), None)

@@ -86,3 +86,9 @@ def test_only_what_was_tried_is_said_to_open() -> None:
     assert opening.warnings(usual) == ()
     assert opening.opens_in(other) == []
     assert "llava around a language model of type qwen2" in opening.warnings(other)[0]
+
+
+def test_the_readme_and_the_changelog_count_what_converts() -> None:
+    count = sum(row.status == "converts" for row in ROWS.values())
+    for page in ("README.md", "CHANGELOG.md"):
+        assert f"{count} model types" in (tiny.ROOT / page).read_text(encoding="utf-8")

@@ -79,7 +79,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "bloom"}, "no num_key_value_heads"),
     ({"model_type": "gpt2"}, "--transcode"),
     ({"model_type": "mamba"}, "no num_attention_heads"),
-    ({"model_type": "jamba"}, "not attention over keys and values alone (transformers caches it in Linear"),
+    ({"model_type": "jamba"}, "a hybrid, of which no small model with attention could be built"),
     ({"model_type": "falcon_h1"}, "LinearAttentionAndFullAttentionLayer"),
     ({"model_type": "t5"}, "encoder-decoder"),
     ({"model_type": "bart"}, "encoder-decoder"),
@@ -98,10 +98,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "no model_type"),
     (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantized (gptq)"),
     (LLAMA | {"quantization_config": {"bits": 4}}, "quantized (quantization_config)"),
-    (
-        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
-        "a hybrid: its layer_types hold 'conv'",
-    ),
 ]
 
 
