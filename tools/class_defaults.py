@@ -3,17 +3,19 @@
     python tools/class_defaults.py            writes the file
     python tools/class_defaults.py --check    says whether it is current, exit code 1 where it is not
 
-For every model_type whose config class has a K/V-head field at its top, small models are built and compared:
+For every model_type whose config class has a K/V-head field, in itself or in the language model's part of it, small
+models are built and compared:
 
 - the class's defaults of the fields that headpool reads;
 - what each attention tensor's size follows: K/V heads, query heads, or neither (builds that differ in one);
 - which layers slide when a config holds no layer_types (rules are tried against transformers' own cache);
 - `geometry`: whether the cache that a small model fills has the shapes that headpool.geometry tells from its
   config;
-- whether it converts: pooling would change the rows of a k_proj and a v_proj in every layer and nothing else,
-  the checkpoint's names are the class's, and each K/V head serves query heads that stand next to each other
-  (repeating K/V heads so changes no logit, repeating them in another order does). `reason` says what stands
-  against it.
+- whether it converts: pooling would change the rows of a k_proj and a v_proj, and the gains of a key norm, in every
+  layer with attention and nothing else, the checkpoint's names are the class's, and each K/V head serves query heads
+  that stand next to each other (repeating K/V heads so changes no logit, repeating them in another order does).
+  `reason` says what stands against it;
+- composites: where the language model's config lies in theirs, and the stems that its layers' tensors have in files.
 """
 
 import argparse

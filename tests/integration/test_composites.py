@@ -1,6 +1,7 @@
 """Models that hold a language model beside others: what changes of them, what is refused, and measuring them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from headpool import planning
 from headpool.checkpoint import open_source
 from headpool.convert.run import convert_checkpoint
 from headpool.errors import RequestError
+from headpool.eval.evaluate import evaluate
+from headpool.eval.models import ModelSpec, open_candidate
+from headpool.eval.report import as_json
 from headpool.loading import load_model
+from headpool.text import read_texts
 
 pytestmark = pytest.mark.usefixtures("quick_check")
 
@@ -94,3 +99,26 @@ def test_another_language_model_than_was_tried_is_warned_of(tmp_path: Path) -> N
     result = convert_checkpoint(str(tmp_path / "source"), tmp_path / "out", kv_heads=KV)
     assert len(result.warnings) == 1
     assert "llava around a language model of type qwen2, with fewer K/V heads, was never run" in result.warnings[0]
+
+
+def test_it_is_measured_by_its_text_beside_its_original(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    vocabulary = json.loads((tiny.QUICKSTART / "config.json").read_text())["vocab_size"]
+    registry.built("llava", vocab_size=vocabulary, max_position_embeddings=256).save_pretrained(source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tiny.QUICKSTART / name, source / name)
+    convert_checkpoint(str(source), out, kv_heads=KV)
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 4)
+    specs = [ModelSpec("baseline", str(source)), ModelSpec("model", str(out))]
+    data = read_texts(str(tmp_path / "text.txt"))
+    report = as_json(evaluate(specs, data, window=128, prompts=[]))
+    assert [one["kv_heads"] for one in report["models"]] == [12, KV]
+    cache = [one["cache_bytes_per_token"]["allocated"] for one in report["models"]]
+    assert cache == [2 * 4 * 12 * 16 * 4, 2 * 4 * KV * 16 * 4]
+    ids = torch.tensor([open_candidate(specs[1]).tokenize(data.texts[0])])
+    assert 40 < ids.shape[1] < 128
+    model = tiny.transformers.LlavaForConditionalGeneration.from_pretrained(out).eval()
+    with torch.no_grad():
+        nats = torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="sum")
+    assert report["models"][1]["tokens"] == ids.shape[1] - 1
+    assert report["models"][1]["nats"] == pytest.approx(float(nats), rel=1e-5)

@@ -8,7 +8,6 @@ import tiny
 import yaml
 from rich.console import Console
 
-from headpool.families import families
 from headpool.planning import plan, plan_table
 from headpool.recipe import Recipe
 
@@ -26,11 +25,6 @@ def test_the_plan_of_a_7b_model(tmp_path: Path) -> None:
     console.print(plan_table(plan(str(folder), context=4096, batch=16)))
     printed = "\n".join(line.rstrip() for line in console.export_text().splitlines())
     assert printed.strip() in README
-
-
-def test_the_number_of_families() -> None:
-    converting = sum(family.reason is None for family in families().values())
-    assert f"**Models**: {converting} model types" in README
 
 
 def test_the_recipe_has_only_keys_that_exist() -> None:

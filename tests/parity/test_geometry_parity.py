@@ -60,7 +60,8 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 KINDS = {
-    "DynamicLayer": "full", "DynamicSlidingWindowLayer": "sliding", "LinearAttentionLayer": "none", "DummyLayer": "none",
+    "DynamicLayer": "full", "DynamicSlidingWindowLayer": "sliding", "LinearAttentionLayer": "none",
+    "DummyLayer": "none",
 }  # fmt: skip
 
 
