@@ -217,7 +217,6 @@ def test_values_that_the_output_dtype_cannot_hold(copy: Path, tmp_path: Path) ->
         ({"model_type": "jamba"}, "jamba"),
         ({"model_type": "bloom"}, "bloom"),
         ({"model_type": "doge"}, "doge.*separate"),
-        ({"model_type": "olmo2"}, "olmo2.*norm"),
         ({"model_type": "lama"}, "'lama'.*did you mean llama"),
         ({"model_type": "my_model", "auto_map": {"AutoConfig": "x.Y"}}, "remote code"),
         ({"model_type": ...}, "no model_type"),
