@@ -236,7 +236,7 @@ def list_families(as_json: Json = False) -> None:
     from headpool import catalogue
 
     found = catalogue.rows()
-    _show(catalogue.table(found), catalogue.to_dict(found), as_json)
+    show(catalogue.table(found), catalogue.to_dict(found), as_json)
 
 
 @app.command(name="report")
