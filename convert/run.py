@@ -327,6 +327,7 @@ def provenance(
             for index, (old, new) in enumerate(zip(plan.before, plan.after, strict=True))
         ],
         "changed": plan.changed,
+        "opens_in": opening.opens_in(config),
     }
 
 

@@ -109,8 +109,7 @@ def draw_card(
         architecture=next(iter(config.get("architectures") or ["AutoModelForCausalLM"])),
         tokenizer=any(directory.glob("tokenizer*")),
         place=place,
-        opens="Servers open it where they support fewer key/value heads in that class, such as vLLM and llama.cpp for "
-        "Llama's.",
+        opens=_opens(done.get("opens_in", ())),
         source_card=f"[its card]({SOURCE_CARD})" if (directory / SOURCE_CARD).is_file() else "",
         limits=parts.limits(),
         facts=list(parts.facts()),
@@ -318,6 +317,11 @@ class _Card:
             )
             return f"{known}{f'; its files: {listed}' if files else ''}. Its terms hold for this model, too."
         return f"The original's licence, {name}, holds for this model, too{f': {listed}' if files else ''}."
+
+
+def _opens(tried: Sequence[str]) -> str:
+    """Where checkpoints of this class with fewer K/V heads have been opened."""
+    return f"Checkpoints of this class with fewer K/V heads were opened in {', '.join(tried)}." if tried else ""
 
 
 LEGAL = re.compile(r"(?i)licen[cs]e|notice|use_policy|copying|copyright")

@@ -14,7 +14,7 @@ from headpool import planning
 from headpool.checkpoint import open_source
 from headpool.convert.run import convert_checkpoint
 from headpool.errors import RequestError
-from headpool.eval.evaluate import evaluate
+from headpool.eval.measure import evaluate
 from headpool.eval.models import ModelSpec, open_candidate
 from headpool.eval.report import as_json
 from headpool.loading import load_model

@@ -12,7 +12,10 @@ def main(model: str, tokens: int) -> dict[str, object]:
     import llama_cpp
     import numpy as np
 
-    llama = llama_cpp.Llama(model, n_ctx=64, n_threads=1, logits_all=True, verbose=False)
+    whole = llama_cpp.GGML_TYPE_F32  # its cache is float16 by default
+    llama = llama_cpp.Llama(
+        model, n_ctx=64, n_threads=1, logits_all=True, type_k=whole, type_v=whole, flash_attn=False, verbose=False
+    )
     answers = []
     for prompt in json.load(sys.stdin):
         llama.reset()
