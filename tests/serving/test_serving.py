@@ -33,9 +33,7 @@ pytestmark = pytest.mark.serving
 
 def converted(folder: Path, family: str) -> Path:
     """A random model, its weights large enough that it has opinions, at 4 K/V heads."""
-    changes = {"num_key_value_heads": HEADS, **SMALL}
-    if family == "phi":
-        changes = {name: value for name, value in changes.items() if name != "head_dim"}
+    changes = {"num_key_value_heads": HEADS, **SMALL} | ({"head_dim": None} if family == "phi" else {})
     source = tiny.checkpoint(folder / "source", family, tokenizer=True, **changes)
     larger = {name: tensor * 4 for name, tensor in tiny.tensors(source).items() if name.endswith("proj.weight")}
     tiny.rewrite(source, larger)
