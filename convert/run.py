@@ -248,7 +248,7 @@ def _write(
             _write_json(staging / PROVENANCE, done | {"check": asdict(inherited)})
         (staging / _CONFIG / "config.json").rename(staging / "config.json")
         (staging / _CONFIG).rmdir()
-    warnings = opening.warnings(plan.source.config)
+    warnings = opening.warnings(read_json_object(plan.config_text.encode(), "config.json"))
     if inherited:
         warnings = (f"the source itself does not fit its class ({inherited}); the result inherits that", *warnings)
     return warnings
@@ -328,6 +328,7 @@ def provenance(
         ],
         "changed": plan.changed,
         "opens_in": opening.opens_in(config),
+        "warnings": list(opening.warnings(config)),
     }
 
 

@@ -122,7 +122,9 @@ def _provenance(source: Source) -> Provenance:
     if done is None:
         return Provenance()
     uptrained = "uptrain" in done
-    conversion = {"method": done.get("method"), "layers": done.get("layers", [])}
+    if "method" not in done:
+        return Provenance("uptrained", uptrained, None)
+    conversion = {"method": done["method"], "layers": done.get("layers", [])}
     return Provenance(UPTRAINED if uptrained else UNADAPTED, uptrained, conversion)
 
 

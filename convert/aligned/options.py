@@ -61,7 +61,8 @@ class Alignment:
         """The names of what is not at its default, but for where things lie and who is told."""
         elsewhere = ("work", "plot", "progress")
         told = [one for one in fields(self) if one.name not in elsewhere]
-        return [one.name for one in told if getattr(self, one.name) != one.default]
+        names = {"tokens": "calibration_tokens", "window": "calibration_window", "learning_rate": "heal_learning_rate"}
+        return [names.get(one.name, one.name) for one in told if getattr(self, one.name) != one.default]
 
     def options(self) -> dict[str, Any]:
         """What the result depends on besides the text, in JSON's types."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headpool import checkpoint, geometry
 from headpool.checkpoint import CARD, SOURCE_CARD
 from headpool.columns import Column, columns, table
+from headpool.composite import composites
 from headpool.drawing import UNADAPTED, figure
 from headpool.headers import read_json_object
 from headpool.planning import format_bytes
@@ -42,6 +43,9 @@ METHODS = {
     "random": "key and value heads started afresh",
     "aligned": "heads brought to common bases before they are shared",
 }
+
+PIPELINES = {"vision_config": "image-text-to-text", "audio_config": "audio-text-to-text"}
+"""Of models with such parts beside their language model."""
 
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 """Metadata that a card takes over from its source's; tags, too."""
@@ -107,7 +111,7 @@ def draw_card(
         notes=parts.notes(),
         plots=[{"file": f"{name}.png", "text": PLOTS[name]} for name in plots],
         architecture=next(iter(config.get("architectures") or ["AutoModelForCausalLM"])),
-        tokenizer=any(directory.glob("tokenizer*")),
+        **parts.opening(),
         place=place,
         opens=_opens(done.get("opens_in", ())),
         source_card=f"[its card]({SOURCE_CARD})" if (directory / SOURCE_CARD).is_file() else "",
@@ -194,6 +198,27 @@ class _Card:
         held = [self.report or {}, self.trained or {}, self.done]
         return next((str(one["recipe"]) for one in held if one.get("recipe")), "")
 
+    @property
+    def composite(self) -> bool:
+        """Whether there is more in it than a language model."""
+        return self.config.get("model_type") in composites()
+
+    @property
+    def pipeline(self) -> str:
+        """The hub's word for what goes in and what comes out."""
+        if not self.composite:
+            return "text-generation"
+        return next((word for key, word in PIPELINES.items() if key in self.config), "any-to-any")
+
+    def opening(self) -> dict[str, str]:
+        """The classes that open it, and what its inputs go through (empty: nothing beside it does)."""
+        if not self.composite:
+            there = any(self.directory.glob("tokenizer*"))
+            return {"opener": "AutoModelForCausalLM", "preparer": "AutoTokenizer" if there else ""}
+        there = any(self.directory.glob("*processor_config.json"))
+        opener = next(iter(self.config.get("architectures") or ["AutoModelForImageTextToText"]))
+        return {"opener": opener, "preparer": "AutoProcessor" if there else ""}
+
     def metadata(self) -> "ModelCardData":
         import yaml
         from huggingface_hub import ModelCardData
@@ -205,7 +230,7 @@ class _Card:
         given = {key: self.inherited[key] for key in INHERITED if self.inherited.get(key)}
         results = self._results()
         return ModelCardData(
-            **{"pipeline_tag": "text-generation", "library_name": "transformers", **given},
+            **{"pipeline_tag": self.pipeline, "library_name": "transformers", **given},
             base_model=self.base,
             base_model_relation="finetune" if self.base else None,
             datasets=datasets or None,
@@ -247,13 +272,17 @@ class _Card:
         done = self.done
         if "method" not in done:
             return f"{linked}, trained further with headpool {done['uptrain']['versions']['headpool']}."
-        old, new = done["source_kv_heads"], done["kv_heads"]
-        if old == new:
-            return f"A copy of {linked}, whose attention had {new} key/value heads in each layer already."
-        return (
-            f"{linked}, converted with headpool {done['headpool']} from {old} to {new} key/value heads in each layer "
-            f"(method `{done['method']}`: {METHODS.get(done['method'], 'see below')})."
-        )
+        old, new, written = done["source_kv_heads"], done["kv_heads"], done.get("transcoded")
+        if old == new and not written:
+            return f"A copy of {linked}, whose attention had {_heads(new)} in each layer already."
+        made = []
+        if written:
+            one, other = written["from"], written["to"]
+            made.append(f"a `{one}` model, written as `{other}`, another class that computes the same function")
+        if old != new:
+            how = METHODS.get(done["method"], "see below")
+            made.append(f"converted from {old} to {_heads(new)} in each layer (method `{done['method']}`: {how})")
+        return f"{linked}, {' and '.join(made)}, with headpool {done['headpool']}."
 
     def steps(self) -> Iterator[str]:
         """What followed the conversion, a sentence each."""
@@ -283,7 +312,8 @@ class _Card:
 
     def limits(self) -> list[str]:
         """What an evaluation found that readers of its figures have to know."""
-        found = [] if self.report is None else [str(note) for note in self.report.get("notes", ())]
+        found = [str(note) for note in self.done.get("warnings", ())]
+        found += [] if self.report is None else [str(note) for note in self.report.get("notes", ())]
         return [f"{note[:1].upper()}{note[1:]}" for note in found if UNADAPTED not in note and "prefill" not in note]
 
     def facts(self) -> Iterator[str]:
@@ -317,6 +347,10 @@ class _Card:
             )
             return f"{known}{f'; its files: {listed}' if files else ''}. Its terms hold for this model, too."
         return f"The original's licence, {name}, holds for this model, too{f': {listed}' if files else ''}."
+
+
+def _heads(count: int) -> str:
+    return f"{count} key/value head{'s' if count > 1 else ''}"
 
 
 def _opens(tried: Sequence[str]) -> str:

@@ -30,6 +30,7 @@ def columns(done: Mapping[str, Any], report: Mapping[str, Any] | None) -> list[C
         return [_measured(model) for model in report["models"]]
     held = done.get("cache", {})
     last = "converted and uptrained" if "uptrain" in done else UNADAPTED
+    last = last if "method" in done else "uptrained"
     return [_by_formula(title, held[key]) for title, key in (("original", "source"), (last, "output")) if key in held]
 
 

@@ -97,7 +97,7 @@ def _chosen(directory: Path, models: Sequence[Mapping[str, Any]], report: Path) 
         raise RequestError(f"{report / REPORT} is of {names}, not of {directory}")
     this = alike[0]
     done = read_provenance(directory) or {}
-    made = {"method": done.get("method"), "layers": done.get("layers", [])}
+    made = {"method": done["method"], "layers": done.get("layers", [])} if "method" in done else None
     if (this["uptrained"], this["conversion"]) != ("uptrain" in done, made):
         raise RequestError(f"{directory} is not what {report / REPORT} measured any more; evaluate it again")
     before = [one for one in measured if one["label"] == UNADAPTED and _conversion(one) == _conversion(this)]

@@ -33,6 +33,9 @@ def opens_in(config: Mapping[str, Any]) -> list[str]:
 
 def warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     """What to know of a converted checkpoint of this class before it is taken elsewhere."""
+    if config.get("model_type") == "falcon" and config.get("new_decoder_architecture"):
+        version = data()["transformers"]
+        return (f"transformers {version} caches Falcon's keys and values for each query head: it saves no cache there",)
     if opens_in(config):
         return ()
     inside = text_config(config)["model_type"]

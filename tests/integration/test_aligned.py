@@ -233,7 +233,7 @@ def test_refusals(tmp_path: Path, spread: Path, text: TextData) -> None:
         "at least 96": lambda out: convert(spread, out, 4, alignment(short)),
         "128 positions": lambda out: convert(spread, out, 4, alignment(text, window=129)),
         "unknown groups 'all'": lambda out: convert(spread, out, 4, alignment(text, groups="all")),
-        "mean does without calibration, tokens, .*for method aligned only": lambda out: convert_checkpoint(
+        "mean does without calibration, calibration_tokens, .*for method aligned only": lambda out: convert_checkpoint(
             str(spread), out, kv_heads=4, method="mean", alignment=alignment(text)
         ),
         "first does without heal, for method aligned only": lambda out: convert_checkpoint(

@@ -1,6 +1,7 @@
 """Models that hold a language model beside others: what changes of them, what is refused, and measuring them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import registry
 import tiny
 import torch
+from huggingface_hub import ModelCard
 
 from headpool import planning
 from headpool.checkpoint import open_source
@@ -67,6 +69,17 @@ def test_it_opens_in_its_own_class_and_takes_text(llava: Path, tmp_path: Path) -
     assert type(model).__name__ == "LlavaForConditionalGeneration"
     cache = model(torch.arange(3, 9)[None]).past_key_values
     assert [layer.keys.shape for layer in cache.layers] == [(1, KV, 6, 16)] * 4
+
+
+def test_its_card_opens_it(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert_checkpoint(str(llava), tmp_path / "out", kv_heads=KV)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.pipeline_tag == "image-text-to-text"
+    [snippet] = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    ran: dict[str, Any] = {}
+    exec(snippet, ran)
+    assert type(ran["model"]).__name__ == "LlavaForConditionalGeneration"
 
 
 def test_plan_tells_of_the_language_model(llava: Path) -> None:

@@ -42,6 +42,15 @@ def report(recipe: Path) -> Any:
     return json.loads((recipe.parent / "run" / "report" / "report.json").read_text())
 
 
+def test_without_a_conversion_the_original_is_trained_and_measured(recipe: Path) -> None:
+    result = run_recipe(load(recipe, "convert=null"))
+    assert [stage.name for stage in result.stages] == ["uptrain", "eval"]
+    assert [model["label"] for model in report(recipe)["models"]] == [None, "uptrained"]
+    card = (recipe.parent / "run" / "uptrained" / "README.md").read_text()
+    assert "| uptrained |" in card
+    assert "converted" not in card.split("## How to load it")[0]
+
+
 def test_all_the_way_and_again_only_what_changed(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert skipped(load(recipe)) == [False] * 4
     held = report(recipe)

@@ -285,6 +285,8 @@ def test_a_run_transcodes_and_learns_from_the_original(tmp_path: Path) -> None:
     assert [one.kv_heads for one in opened] == [12, 4, 4]
     assert facts(out / "uptrained")["transcoded"] == {"from": "gpt_neox", "to": "phi"}
     assert not list(tmp_path.glob("**/.*.transcoded"))
+    card = (out / "converted" / "README.md").read_text()
+    assert "source, a `gpt_neox` model, written as `phi`, another class that computes the same function and" in card
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:
