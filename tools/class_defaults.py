@@ -22,7 +22,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,12 @@ class Measured:
     others: dict[str, list[str]]
 
 
-def entries() -> Measured:
-    """The data of every class that transformers has for generating text."""
+def entries(known: Mapping[str, Any] | None = None) -> Measured:
+    """The data of every class that transformers has for generating text.
+
+    known: composites that were measured before. Of those around a language model that a class holds alone, which is
+    measured itself, only the config is looked at anew; what was found of their weights is taken over.
+    """
     data = Measured({}, {}, {})
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     seq_to_seq = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
@@ -67,7 +71,7 @@ def entries() -> Measured:
         if encoder or (model_type in seq_to_seq and model_type not in composite):
             data.others.setdefault(ENCODER_DECODER, []).append(model_type)
         elif LANGUAGE_PARTS & config_class.sub_configs.keys():
-            add_composite(data, model_type, composite.get(model_type, class_name))
+            add_composite(data, model_type, composite.get(model_type, class_name), known or {})
         elif "thinker_config" in config_class.sub_configs:
             data.others.setdefault("it is several models that generate together", []).append(model_type)
         elif missing := missing_field(parameters_with_aliases(config_class)):
@@ -92,7 +96,7 @@ def parameters_with_aliases(config_class: Any) -> set[str]:
     return names | {field for field, name in config_class.attribute_map.items() if name in names}
 
 
-def add_composite(data: Measured, model_type: str, class_name: str) -> None:
+def add_composite(data: Measured, model_type: str, class_name: str, known: Mapping[str, Any]) -> None:
     """Measure a composite class, and its language model's family where no class has that alone."""
     try:
         surroundings = Surroundings(model_type)
@@ -112,10 +116,16 @@ def add_composite(data: Measured, model_type: str, class_name: str) -> None:
     data.composites[model_type] = entry
     if surroundings.flat():
         entry["flat"] = True
+    alone = surroundings.text in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if alone and model_type in known:
+        data.composites[model_type] = entry | {
+            key: held for key, held in known[model_type].items() if key in ("stems", "reason")
+        }
+        return
     try:
         probe = composite_probe(model_type, class_name)
         entry["stems"] = stems(probe)
-        if surroundings.text not in {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *data.families}:
+        if not alone and surroundings.text not in data.families:
             data.families[surroundings.text] = measure(probe) | {"within": model_type}
     except NotMeasuredError as error:
         entry["reason"] = str(error)
@@ -145,9 +155,9 @@ def section(name: str, held: dict[str, Any]) -> str:
     return f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }"
 
 
-def render() -> str:
-    """The data file: one family a line."""
-    data = entries()
+def render(known: Mapping[str, Any] | None = None) -> str:
+    """The data file: one family a line. known: see `entries`."""
+    data = entries(known)
     version = json.dumps(transformers.__version__)
     sections = {"families": data.families, "composites": data.composites, "others": data.others}
     parts = [f'  "transformers": {version}', *(section(name, held) for name, held in sections.items())]
