@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headpool.convert.plan import OutputTensor, Unit
+from headpool.convert.plan import OutputTensor, Plan, Unit
 from headpool.convert.pool import APPLY, Setting
 from headpool.convert.shards import Job, Move, layer_file
 from headpool.convert.transfer import BLOCK, PIECE, Buffers, Writer, piece_of
@@ -28,7 +28,7 @@ def run(task: Unit | Move, job: Job, buffers: Buffers) -> None:
 
 
 def _convert(unit: Unit, job: Job, buffers: Buffers) -> None:
-    converted = _prepared(unit, job) if job.prepared else _pooled(unit, job, buffers)
+    converted = _prepared(unit, job) if job.plan.method.aligned else _pooled(unit, job, buffers)
     for name, tensor in converted.items():
         writer, output = job.outputs[name]
         if tuple(tensor.shape) != output.shape:
@@ -39,10 +39,16 @@ def _convert(unit: Unit, job: Job, buffers: Buffers) -> None:
 
 def _pooled(unit: Unit, job: Job, buffers: Buffers) -> dict[str, Tensor]:
     plan = job.plan
-    dtype = TORCH[FLOAT_DTYPES[plan.output_dtype]] if plan.output_dtype else None
-    setting = Setting(unit.layer, job.seed, plan.initializer_range, dtype)
     weights = plan.layout.read(_Tensors(job, buffers), unit.layer, unit.parts)
-    return plan.layout.write(APPLY[plan.method.name](weights, unit.kv_heads, setting), unit.layer)
+    pooled = APPLY[plan.method.name](weights, unit.kv_heads, setting_of(plan, unit.layer, job.seed))
+    calibrated = job.prepared is not None and "k" in unit.parts and unit.layer in plan.gained
+    return plan.layout.write(pooled, unit.layer) | (_prepared(unit, job) if calibrated else {})
+
+
+def setting_of(plan: Plan, layer: int, seed: int) -> Setting:
+    """What a data-free method may know of a layer besides its weights."""
+    dtype = TORCH[FLOAT_DTYPES[plan.output_dtype]] if plan.output_dtype else None
+    return Setting(layer, seed, plan.initializer_range, dtype)
 
 
 def _prepared(unit: Unit, job: Job) -> dict[str, Tensor]:

@@ -12,18 +12,20 @@ class Method:
     `units` are the parts of a layer that must be in memory together; the method's function is called once for each,
     with the other parts None. The parts named here are also all that it changes: every other tensor is copied.
     `aligned`: the whole model is gone through first, layer by layer, and what changes is computed there.
+    `calibrates_gains`: the gains of norms for every key head can be chosen on calibration text.
     """
 
     name: str
     units: tuple[tuple[Part, ...], ...]
     aligned: bool = False
+    calibrates_gains: bool = False
 
 
 METHODS = {
     method.name: method
     for method in (
-        Method("mean", units=(("k",), ("v",))),
-        Method("first", units=(("k",), ("v",))),
+        Method("mean", units=(("k",), ("v",)), calibrates_gains=True),
+        Method("first", units=(("k",), ("v",)), calibrates_gains=True),
         Method("random", units=(("k",), ("v",))),
         Method("aligned", units=(("q", "k", "v", "o"),), aligned=True),
     )

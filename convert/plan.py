@@ -89,6 +89,15 @@ class Plan:
         return [name for name in self.changed if name.startswith(f"{self.layout.stem}{layer}.")]
 
     @property
+    def gained(self) -> set[int]:
+        """The layers in which gains of norms for every key head are pooled."""
+        return {
+            unit.layer
+            for unit in self.units
+            if any(name in self.source.tensors for name in self.layout.gain_names(unit.layer, unit.kv_heads))
+        }
+
+    @property
     def nbytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
 

@@ -16,7 +16,7 @@ from headpool import __version__, opening
 from headpool.card import write_card
 from headpool.check import Check, Report
 from headpool.checkpoint import PROVENANCE, Source, open_source
-from headpool.convert.aligned.options import Alignment, Prediction
+from headpool.convert.aligned.options import TEXT, Alignment, Prediction
 from headpool.convert.plan import Plan, plan_conversion
 from headpool.convert.shards import Progress, write_headers, write_tensors
 from headpool.convert.transcode.plan import Transcript, transcribe, work_directory
@@ -126,7 +126,8 @@ def convert_checkpoint(
         dry_run: plan and validate, write nothing.
         transcode: where the model's own class cannot hold fewer K/V heads, write it as another that computes the same
             function first (docs/transcoding.md).
-        alignment: for method aligned; None aligns by the weights alone.
+        alignment: for method aligned; None aligns by the weights alone. Its text, for mean and first where norms have
+            gains for every key head.
         progress: called with the source bytes dealt with so far and in all; transcoding: likewise, before.
 
     Raises:
@@ -150,15 +151,14 @@ def convert_checkpoint(
         whole_layers=method == "aligned" and alignment.whole_layers,
     )
     check_space(out, plan.nbytes + (0 if transcript is None else transcript.nbytes))
-    if not plan.method.aligned and (given := alignment.chosen()):
-        raise RequestError(f"method {method} does without {', '.join(given)}, for method aligned only")
-    if alignment.plot is not None and not (dry_run and alignment.calibration is not None):
+    _check_alignment(plan, alignment)
+    if alignment.plot is not None and not (dry_run and plan.method.aligned and alignment.calibration is not None):
         raise RequestError("a plot is made of what a dry run with calibration text predicts")
     warnings: tuple[str, ...] = ()
     predictions: Sequence[Prediction] = ()
     estimate: dict[str, Any] | None = None
     facts: dict[str, Any] = {}
-    predicts = dry_run and alignment.calibration is not None and bool(plan.units)
+    predicts = dry_run and plan.method.aligned and alignment.calibration is not None and bool(plan.units)
     with _written(transcript, work, transcoding) if predicts or not dry_run else contextlib.nullcontext():
         if not dry_run:
             with _prepared(plan, out, alignment, seed) as (prepared, facts):
@@ -188,6 +188,17 @@ def convert_checkpoint(
     )
 
 
+def _check_alignment(plan: Plan, alignment: Alignment) -> None:
+    """RequestError for settings that the method does without."""
+    given = [] if plan.method.aligned else alignment.chosen()
+    calibrates = plan.method.calibrates_gains and plan.gained and alignment.calibration is not None
+    if without := [name for name in given if not (calibrates and name in TEXT)]:
+        text = ", or for mean and first where norms have gains for every key head" * (set(without) <= set(TEXT))
+        raise RequestError(
+            f"method {plan.method.name} does without {', '.join(without)}, for method aligned only{text}"
+        )
+
+
 def _written(transcript: Transcript | None, work: Path, progress: Progress) -> contextlib.AbstractContextManager[None]:
     """While the block runs, what the plan reads is there."""
     if transcript is None:
@@ -203,7 +214,7 @@ def _prepared(plan: Plan, out: Path, alignment: "Alignment", seed: int) -> Itera
 
     It is kept when something goes wrong, so that the same conversion goes on at the layer where it was.
     """
-    if not plan.method.aligned or not plan.units:
+    if not plan.units or not (plan.method.aligned or alignment.calibration is not None):
         yield None, {}
         return
     from headpool.convert.aligned.run import prepare
@@ -352,10 +363,9 @@ def _recipe(plan: Plan, seed: int, alignment: Alignment, max_shard_size: int | N
         section["dtype"] = plan.output_dtype
     if max_shard_size is not None:
         section["max_shard_size"] = str(max_shard_size)
-    if plan.method.aligned:
-        section |= alignment.recipe()
-        if text is not None and is_file_name(text.name):
-            hashes[text.name] = text.sha256
+    section |= alignment.recipe() if plan.method.aligned else alignment.text_recipe()
+    if text is not None and is_file_name(text.name):
+        hashes[text.name] = text.sha256
     model = {"model": source.name} | ({"revision": source.revision} if source.revision else {})
     return recipe_text({**model, "seed": seed, "convert": section}, hashes)
 

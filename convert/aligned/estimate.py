@@ -153,16 +153,21 @@ def _sizes(source: Source, layout: Layout) -> _Sizes:
         else:
             outside.append(record)
     largest = max(layers, key=lambda index: sum(_elements(record) for record in layers[index]))
-    inside = layout.tensor(largest, "")
+    attending = (
+        largest
+        if layout.layers[largest].kind != "none"
+        else next(index for index, layer in enumerate(layout.layers) if layer.kind != "none")
+    )
+    inside = layout.tensor(attending, "")
     widths = [size for record in layers[largest] if not record.name.startswith(inside) for size in record.shape[-2:]]
     embedding = max(map(_elements, outside), default=0)
     heads = [one for one in layout.layers if one.kind != "none"]
     return _Sizes(
         layer=sum(map(_elements, layers[largest])),
-        attention=sum(_elements(record) for record in layers[largest] if record.name.startswith(inside)),
+        attention=sum(_elements(record) for record in layers[attending] if record.name.startswith(inside)),
         embedding=embedding,
         rest=sum(map(_elements, outside)) - sum(_elements(one) for one in outside if _elements(one) == embedding),
-        hidden=source.tensors[layout.names(largest, "o")[0]].shape[0],
+        hidden=source.tensors[layout.names(attending, "o")[0]].shape[0],
         queries=max(one.heads * one.head_dim for one in heads),
         keys=max(one.kv_heads * one.head_dim for one in heads),
         widest=max(widths, default=0),

@@ -1,4 +1,4 @@
-"""What method aligned may be told; heavy packages are left to whoever does it."""
+"""What method aligned may be told, and pooling of calibration text; heavy packages are left to whoever does it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -13,6 +13,9 @@ HEAL_STEPS = 800
 
 GROUPS = ("search", "contiguous")
 SCOPES = ("layer", "attention")
+
+TEXT = ("calibration", "text_column", "tokens", "window", "device")
+"""What choosing gains on calibration text may be told, too."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +67,33 @@ class Alignment:
         names = {"tokens": "calibration_tokens", "window": "calibration_window", "learning_rate": "heal_learning_rate"}
         return [names.get(one.name, one.name) for one in told if getattr(self, one.name) != one.default]
 
+    def text_options(self) -> dict[str, Any]:
+        """What gains that are chosen on text depend on besides it, in JSON's types."""
+        return {"calibration_tokens": self.tokens}
+
     def options(self) -> dict[str, Any]:
-        """What the result depends on besides the text, in JSON's types."""
+        """What the aligned result depends on besides the text, in JSON's types."""
         chosen: dict[str, Any] = {"groups": self.groups}
         if self.calibration is not None:
-            chosen |= {"calibration_tokens": self.tokens, "refit": self.refit}
+            chosen |= self.text_options() | {"refit": self.refit}
             chosen |= {"heal": self.heal, "heal_scope": self.heal_scope}
             chosen["heal_learning_rate"] = self.learning_rate
         return chosen
 
+    def text_recipe(self) -> dict[str, Any]:
+        """The keys of a recipe's convert section that say which text; a data set on the hub by its id."""
+        if self.calibration is None:
+            return {}
+        name = self.calibration.name
+        chosen: dict[str, Any] = {"calibration": name if is_file_name(name) else name.split(":")[0]}
+        chosen |= {} if self.text_column == "text" else {"text_column": self.text_column}
+        chosen["calibration_tokens"] = self.tokens
+        return chosen | ({} if self.window is None else {"calibration_window": self.window})
+
     def recipe(self) -> dict[str, Any]:
-        """The keys of a recipe's convert section that say this; a data set on the hub by its id."""
-        chosen: dict[str, Any] = {"groups": self.groups}
+        """The keys of a recipe's convert section that say all this."""
+        chosen = {"groups": self.groups} | self.text_recipe()
         if self.calibration is not None:
-            name = self.calibration.name
-            chosen["calibration"] = name if is_file_name(name) else name.split(":")[0]
-            chosen |= {} if self.text_column == "text" else {"text_column": self.text_column}
-            chosen["calibration_tokens"] = self.tokens
-            chosen |= {} if self.window is None else {"calibration_window": self.window}
             chosen |= {"refit": self.refit, "heal": self.heal, "heal_scope": self.heal_scope}
         return chosen
 

@@ -1,4 +1,5 @@
-"""Aligned conversion: each layer's attention, fitted to fewer K/V heads on calibration text or on its weights alone.
+"""Aligned conversion: each layer's attention, fitted to fewer K/V heads on calibration text or on its weights alone;
+and for pooling the gains of norms for every key head, on text.
 
 Layers are independent of each other: each is fitted to what the original does with the original's hidden states. So
 one layer is in memory at a time, a killed run goes on at the layer where it was, and the error of one layer does not
@@ -6,8 +7,9 @@ become the target of the next.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from headpool import __version__
 from headpool.convert.aligned.calibration import Calibration, calibration
 from headpool.convert.aligned.estimate import Estimate, Task, check_resources, estimate, free_disk, free_memory
 from headpool.convert.aligned.fit import Fit
+from headpool.convert.aligned.gains import GainFigures, calibrate_gains
 from headpool.convert.aligned.moments import rotary_of
 from headpool.convert.aligned.options import Alignment
 from headpool.convert.aligned.sharing import Figures, changed, share_without_text
@@ -37,23 +40,24 @@ STEP_TOKENS = 4096
 KEPT_BYTES = 2 << 30
 """Inputs and outputs of a layer are held on to while it is healed, where they take no more than that."""
 
-Prepared = tuple[dict[str, Tensor], Figures]
+Prepared = tuple[dict[str, Tensor], Figures | GainFigures]
 """The changed tensors of a layer by their names, and its figures."""
 
 
 def prepare(plan: Plan, alignment: Alignment, directory: Path, seed: int) -> dict[str, Any]:
-    """Align every layer of the plan and leave its tensors, float32, in `directory` under `layer_file`; gives what
-    headpool.json says of it.
+    """Align every layer of the plan, or for a method that pools choose the gains of its norms, and leave the tensors in
+    `directory` under `layer_file`; gives what headpool.json says of it.
 
     A directory that a killed run of the same alignment left is gone on with.
 
     Raises RequestError for calibration text that is too short, where activations are not finite (the layer is named),
     for attention that cannot be observed or has no freedom to use, and while another process works there.
     """
-    check_attention(plan)
+    if plan.method.aligned:
+        check_attention(plan)
     usable_device(alignment.device)
     text = read_calibration(plan, alignment, seed)
-    options = alignment.options()
+    options = alignment.options() if plan.method.aligned else alignment.text_options()
     if text is not None:
         windows, tokens = text.tokens.shape
         options |= {"calibration": text.data_sha256, "calibration_windows": windows, "calibration_window": tokens}
@@ -61,6 +65,7 @@ def prepare(plan: Plan, alignment: Alignment, directory: Path, seed: int) -> dic
         "source": plan.source.headers_sha256(),
         "files": sorted({(one.path.name, one.path.stat().st_mtime_ns) for one in plan.source.tensors.values()}),
         "kv_heads": plan.kv_heads,
+        "method": [plan.method.name, plan.output_dtype],
         "options": options,
         "seed": seed,
         "tokens": None if text is None else text.sha256,
@@ -86,11 +91,11 @@ def estimate_for(plan: Plan, alignment: Alignment, shape: Sequence[int]) -> Esti
         windows,
         tokens,
         batch,
-        refit=alignment.refit,
-        heal_steps=alignment.heal,
+        refit=alignment.refit and plan.method.aligned,
+        heal_steps=alignment.heal * plan.method.aligned,
         heal_batch=batch,
-        whole_layers=alignment.whole_layers,
-        kept=kept_bytes(plan, windows * tokens),
+        whole_layers=alignment.whole_layers and plan.method.aligned,
+        kept=kept_bytes(plan, windows * tokens) * plan.method.aligned,
     )
     return estimate(plan.source, plan.layout, task)
 
@@ -116,7 +121,7 @@ def read_calibration(plan: Plan, alignment: Alignment, seed: int) -> Calibration
         seed=seed,
     )
     windows, tokens = text.tokens.shape
-    if windows < 2:
+    if windows < 2 and plan.method.aligned:
         raise RequestError(
             f"{text.data}: {windows} window of {tokens} tokens, and at least 2 are needed, one of them to be held out; "
             f"take more text or tokens, or a smaller window"
@@ -154,23 +159,26 @@ def check_attention(plan: Plan) -> None:
         )
 
 
-def align(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Work, *, seed: int = 0) -> list[Figures]:
-    """Fit every layer of the plan and leave its tensors in `work`; gives the figures of all of them, in order.
+def align(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Work, *, seed: int = 0) -> list[Any]:
+    """Fit every layer of the plan and leave its tensors in `work`; gives the figures of all of them, in order: Figures,
+    or GainFigures.
 
     windows_NT: calibration tokens; None takes inputs to be uncorrelated, scaled by the gain of the layer's norm, and
     does without refit and healing. Layers that `work` has already are not done again.
     """
-    todo = {unit.layer for unit in plan.units}
+    todo = {unit.layer for unit in plan.units} if plan.method.aligned else plan.gained
     if any(work.facts(layer_file(index)) is None for index in todo):
-        _fit_layers(plan, alignment, windows_NT, work, seed)
+        _fit_layers(plan, alignment, windows_NT, work, seed, todo)
     kept = [work.facts(layer_file(index)) for index in sorted(todo)]
-    return [Figures(**facts) for facts in kept if facts is not None]
+    kind = Figures if plan.method.aligned else GainFigures
+    return [kind(**facts) for facts in kept if facts is not None]
 
 
-def _fit_layers(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Work, seed: int) -> None:
+def _fit_layers(
+    plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Work, seed: int, todo: Collection[int]
+) -> None:
     fits = _without_text(plan, alignment) if windows_NT is None else _on_text(plan, alignment, windows_NT, work, seed)
     tokens = 1 if windows_NT is None else windows_NT.numel()
-    todo = {unit.layer for unit in plan.units}
     for index, fit in fits:
         if index in todo and work.facts(layer_file(index)) is None:
             begin = time.perf_counter()
@@ -199,7 +207,11 @@ def _on_text(
     kv_heads = {unit.layer: unit.kv_heads for unit in plan.units}
     keep = kept_bytes(plan, windows_NT.numel()) > 0
     for layer in Walk(open_stock(plan, alignment), windows_NT, batch=batch_of(windows_NT.shape[1]), work=work):
-        yield layer.index, Fit(plan, alignment, layer, converted, kv_heads.get(layer.index, 0), seed, keep).run
+        target = kv_heads.get(layer.index, 0)
+        if plan.method.aligned:
+            yield layer.index, Fit(plan, alignment, layer, converted, target, seed, keep).run
+        else:
+            yield layer.index, partial(calibrate_gains, plan, layer, converted, target, seed)
 
 
 def open_stock(plan: Plan, alignment: Alignment, config_text: str | None = None) -> Stock:

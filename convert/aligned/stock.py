@@ -7,7 +7,7 @@ own tensors, in the file's dtype and in the one computed in.
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel
 
 from headpool import families
 from headpool.checkpoint import Source
-from headpool.convert.layouts import AttentionWeights, Layout
+from headpool.convert.layouts import PARTS, AttentionWeights, Layout, Part
 from headpool.errors import RequestError, first_line
 from headpool.headers import TensorRecord
 from headpool.tensors import read_tensor
@@ -107,8 +107,8 @@ class Stock:
         model = self._load(prune, tensors, f"in the attention of layer {index}")
         return self.attention(self.layers(model)[index])
 
-    def weights(self, index: int) -> AttentionWeights:
-        """The attention weights of decoder layer `index` as the source has them, on the device.
+    def weights(self, index: int, parts: Collection[Part] = PARTS) -> AttentionWeights:
+        """The attention weights of decoder layer `index`, or some of them, as the source has them, on the device.
 
         RequestError naming a tensor that holds NaN or infinity.
         """
@@ -116,7 +116,7 @@ class Stock:
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise RequestError(f"tensor {name!r} holds NaN or infinity")
-        return self.layout.read(tensors, index)
+        return self.layout.read(tensors, index, parts)
 
     def _attention_tensors(self, index: int) -> dict[str, TensorRecord]:
         inside = self.layout.tensor(index, "")

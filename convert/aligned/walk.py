@@ -91,7 +91,8 @@ class Layer:
         states are not finite.
         """
         assert not (record and attention), "what is recorded is the layer's own"
-        with self._recording() if record else contextlib.nullcontext(), self._replaced(attention):
+        replaced = contextlib.nullcontext() if attention is None else self._replaced(attention)
+        with self._recording() if record else contextlib.nullcontext(), replaced:
             for rows in self.walk.batches():
                 self.walk.store(self, rows, _first(self.walk.arrive(self, rows)))
         self.advanced = True
@@ -125,9 +126,9 @@ class Layer:
             hook.remove()
 
     @contextlib.contextmanager
-    def _replaced(self, attention: nn.Module | None) -> Iterator[None]:
+    def _replaced(self, attention: nn.Module) -> Iterator[None]:
         name, own = self.walk.stock.layout.attention, self.attention
-        self.module.set_submodule(name, attention or own)
+        self.module.set_submodule(name, attention)
         try:
             yield
         finally:

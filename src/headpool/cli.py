@@ -79,7 +79,7 @@ def convert(
     kv_heads: Annotated[int, typer.Option(help="K/V heads per layer of the result.", show_default=False)],
     method: Annotated[str, typer.Option(help="mean, first, random or aligned.")] = "mean",
     calibration: Annotated[
-        str | None, typer.Option(help="For method aligned: text like the training data, a file or a hub data set.")
+        str | None, typer.Option(help="Text like the training data, for aligned and for gains of every key head.")
     ] = None,
     text_column: Annotated[str, typer.Option(help="The column of --calibration that holds the text.")] = "text",
     calibration_tokens: Annotated[int, typer.Option(min=1, help="How many of its tokens are used.")] = 524_288,
@@ -90,7 +90,7 @@ def convert(
     refit: Annotated[bool, typer.Option(help="Refit the output projection.")] = True,
     heal: Annotated[int, typer.Option(min=0, help="Steps of healing for each layer; 0: none.")] = 800,
     heal_scope: Annotated[str, typer.Option(help="What is healed: layer or attention.")] = "layer",
-    device: Annotated[str | None, typer.Option(help="For method aligned; default: a GPU where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="For calibration; default: a GPU where there is one.")] = None,
     plot: Annotated[Path | None, typer.Option(help="With --dry-run --calibration: a PNG of what is predicted.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the result; default: as the source.")] = None,
     transcode: Annotated[
@@ -111,7 +111,7 @@ def convert(
 
     Example: headpool convert meta-llama/Llama-2-7b-hf llama-2-7b-gqa8 --kv-heads 8
     """
-    if method != "aligned":  # pooling has threads of its own; helpers of torch's would only spin
+    if calibration is None and method != "aligned":  # pooling has threads of its own; torch's would only spin
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     from headpool.convert.aligned.options import Alignment
     from headpool.convert.run import convert_checkpoint

@@ -39,7 +39,9 @@ class ConvertSection(Section):
     method: Literal["mean", "first", "random", "aligned"] = Field(
         "mean", description="how the heads of a group become one"
     )
-    calibration: str | None = Field(None, description="for aligned: text like the training data")
+    calibration: str | None = Field(
+        None, description="for aligned, and for norms with gains for every key head: text like the training data"
+    )
     text_column: str = Field("text", description="the column of `calibration` that holds the text")
     calibration_tokens: Positive = Field(524_288, description="how many of its tokens are used")
     calibration_window: Positive | None = Field(
@@ -49,7 +51,7 @@ class ConvertSection(Section):
     refit: bool = Field(True, description="for aligned: refit the output projection")
     heal: Annotated[int, Field(ge=0)] = Field(800, description="for aligned: steps of healing for each layer")
     heal_scope: Literal["layer", "attention"] = Field("layer", description="for aligned: what is healed")
-    device: str | None = Field(None, description="for aligned; default: a GPU where there is one")
+    device: str | None = Field(None, description="for calibration; default: a GPU where there is one")
     dtype: Dtype | None = Field(None, description="dtype of the result; default: as the source")
     transcode: bool = Field(
         False, description="where its class cannot hold fewer K/V heads: as another of the same function, first"
@@ -59,6 +61,8 @@ class ConvertSection(Section):
     @model_validator(mode="after")
     def _aligned_only(self) -> Self:
         others = {"kv_heads", "method", "transcode", "dtype", "max_shard_size"}
+        if self.calibration is not None and self.method in ("mean", "first"):  # for gains, where the model has them
+            others |= {"calibration", "text_column", "calibration_tokens", "calibration_window", "device"}
         if self.method != "aligned" and (given := sorted(self.model_fields_set - others)):
             raise ValueError(f"{', '.join(given)}: for method aligned, not for {self.method}")
         return self

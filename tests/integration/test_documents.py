@@ -37,6 +37,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "llama", "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 256,
         "max_position_embeddings": 4096,
     },
+    "allenai/OLMo-2-1124-7B": {
+        "family": "olmo2", "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_size": 256,
+    },
     "EleutherAI/pythia-1.4b": {"family": "gpt_neox", "num_attention_heads": 16, "hidden_size": 128},
 }  # fmt: skip
 """What the hub has for pages that name it: small models of the same classes. All of them are gated, as Llama is."""
@@ -44,7 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
 QUICKER = "uptrain.alpha=0.0003 uptrain.validation_tokens=512"
 
 LIGHTER = {
-    r"--calibration \S+": "--calibration-tokens 2048 --calibration-window 64 --heal 2",
+    r"--calibration \S+": "--calibration-tokens 2048 --calibration-window 64",
+    r"--method aligned --calibration": "--heal 2",
     r"^headpool (run|uptrain) quickstart/gqa2.yaml": QUICKER,
     r"^headpool (run|uptrain) my.yaml": "uptrain.alpha=1e-9 uptrain.batch_tokens=512 uptrain.sequence_length=64 "
     "eval.contexts=[16] eval.batches=[1] eval.tasks=[]",

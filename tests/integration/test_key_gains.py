@@ -1,16 +1,25 @@
 """Norms with gains for every key head, or across all of them, shrink with the heads."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import registry
 import tiny
 import torch
 
 from headpool import reference
+from headpool.checkpoint import open_source
+from headpool.convert.aligned.calibration import calibration
+from headpool.convert.aligned.gains import choose_gains
+from headpool.convert.aligned.options import Alignment
 from headpool.convert.run import convert_checkpoint
 from headpool.errors import RequestError
+from headpool.families import families
+from headpool.text import TextData
 
 pytestmark = pytest.mark.usefixtures("quick_check")
 
@@ -95,6 +104,122 @@ def test_the_result_is_the_model_whose_heads_and_gains_are_their_means(
     back = tiny.tensors(tmp_path / "back")
     assert back.keys() == after.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in after.items())
+
+
+def key_squares(attention: Any, calls: list[tuple[Any, Any]]) -> torch.Tensor:
+    """E[k^2] of every channel after the key norm, heads in order, over calls of a stock attention module."""
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str) -> Any:
+        return lambda norm, _, output: seen.setdefault(name, []).append(output.reshape(-1, norm.weight.numel()))
+
+    norms = [name for name, _ in attention.named_modules() if re.fullmatch(r"k_norm|k_layernorm\.norms\.\d+", name)]
+    hooks = [attention.get_submodule(name).register_forward_hook(keep(name)) for name in norms]
+    with torch.no_grad():
+        for arguments, keywords in calls:
+            attention(*arguments, **keywords)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat([torch.cat(seen[name]).double().square().mean(0) for name in norms])
+
+
+def calls_of_attention(model: Any, ids: torch.Tensor) -> dict[str, list[tuple[Any, Any]]]:
+    """What each attention module with a key norm is called with when the whole model runs."""
+    calls: dict[str, list[tuple[Any, Any]]] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "k_norm") or hasattr(module, "k_layernorm"):
+            module.register_forward_pre_hook(
+                lambda _, arguments, keywords, name=name: calls.setdefault(name, []).append((arguments, keywords)),
+                with_kwargs=True,
+            )
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    return {name: list(held) for name, held in calls.items()}
+
+
+@pytest.fixture(scope="module")
+def text() -> TextData:
+    return TextData([tiny.NOVEL.read_text(encoding="utf-8")[:20_000]], "0" * 64, "novel.txt")
+
+
+GAINED = [name for name in registry.LANGUAGE if families()[name].key_gains is not None]
+
+
+def gained(directory: Path, model_type: str) -> Any:
+    """A model of a class of the registry that has such norms, saved with a tokenizer."""
+    model = registry.built(model_type, vocab_size=2048, **KINDS.get(model_type, {}))
+    model.save_pretrained(directory)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tiny.QUICKSTART / file, directory / file)
+    return model
+
+
+@pytest.mark.parametrize(("model_type", "method", "dtype"), [
+    *((name, "mean", None) for name in GAINED),
+    ("olmo2", "first", "bfloat16"),
+])  # fmt: skip
+def test_gains_chosen_on_text_keep_the_size_of_keys(
+    model_type: str, method: str, dtype: str | None, tmp_path: Path, text: TextData
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    model = gained(source, model_type)
+    alignment = Alignment(calibration=text, tokens=640, window=32)
+    made = convert_checkpoint(str(source), out, kv_heads=KV, method=method, dtype=dtype, alignment=alignment)
+    assert made.warnings == ()
+    done = json.loads((out / "headpool.json").read_text())
+    options = {"calibration": text.sha256, "calibration_windows": 20, "calibration_window": 32}
+    assert options.items() <= done["options"].items()
+    assert "calibration: novel.txt" in done["recipe"]
+    ids = calibration(open_source(str(source)), text, tokens=640, needed=1, window=32).tokens
+    pooled = type(model).from_pretrained(out, dtype=torch.float32).eval()
+    calls = calls_of_attention(model, ids)
+    layers = [one for one in done["layers"] if "key_gains" in one]
+    assert len(layers) == len(calls) >= 1
+    for told, (name, held) in zip(layers, calls.items(), strict=True):
+        squares, ours = (key_squares(one.get_submodule(name), held) for one in (model, pooled))
+        wanted = squares.view(KV, HEADS // KV, -1).mean(1).flatten()
+        off = float((ours / wanted - 1).abs().max())
+        assert off < 0.05
+        assert told["key_gains"] == "calibrated"
+        assert told["key_square_deviation"]["calibrated"] == pytest.approx(off, abs=2e-4)
+        assert told["key_square_deviation"]["pooled"] > 0.05, "or text would change nothing"
+
+
+def test_what_is_chosen_is_what_is_missing_with_the_sign_of_the_usual_gain() -> None:
+    wanted, held = torch.tensor([[4.0, 9.0, 4.0, 0.0]]).double(), torch.tensor([[1.0, 4.0, 1e-30, 1.0]]).double()
+    usual = torch.tensor([[0.3, -0.2, 0.7, 0.0]]).double()
+    assert choose_gains(wanted, held, usual).tolist() == [[2.0, -1.5, usual[0, 2].item(), 0.0]]
+
+
+def test_text_changes_nothing_else(tmp_path: Path, text: TextData) -> None:
+    gained(tmp_path / "source", "olmo2")
+    with_text, without = (tmp_path / name for name in ("with", "without"))
+    alignment = Alignment(calibration=text, tokens=640, window=32)
+    convert_checkpoint(str(tmp_path / "source"), with_text, kv_heads=KV, alignment=alignment)
+    convert_checkpoint(str(tmp_path / "source"), without, kv_heads=KV)
+    ours, others = tiny.tensors(with_text), tiny.tensors(without)
+    differ = {name for name in others if not torch.equal(ours[name], others[name])}
+    assert differ == {name for name in others if name.endswith("k_norm.weight")}
+    assert all(torch.equal(ours[name].sign(), others[name].sign()) for name in differ)
+
+
+def test_text_for_nothing_is_refused(tmp_path: Path, text: TextData) -> None:
+    llama, olmo2 = (tiny.checkpoint(tmp_path / name, name, tokenizer=True) for name in ("llama", "olmo2"))
+    for source, method, changes, words in (
+        (
+            llama,
+            "mean",
+            {},
+            "mean does without calibration, for method aligned only, or for mean and first where norms",
+        ),
+        (olmo2, "random", {}, "random does without calibration"),
+        (olmo2, "mean", {"heal": 3}, "mean does without heal, for method aligned only$"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            convert_checkpoint(
+                str(source), tmp_path / "out", kv_heads=KV, method=method, alignment=Alignment(text, **changes)
+            )
+    assert not (tmp_path / "out").exists()
 
 
 def test_aligned_says_that_it_cannot(family: str, source: Path, tmp_path: Path) -> None:
