@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,17 +30,26 @@ def find_layout(
     stems = {held.stem for held in found.values()}
     if len(stems) > 1 and (own := family.attention.partition("{}")[0]) in stems:  # others are of towers beside it
         found, stems = {name: held for name, held in found.items() if held.stem == own}, {own}
-    if len(stems) != 1:
-        where = f"under {' and '.join(sorted(stems))}" if stems else f"named {family.attention.format('N')}.*"
-        raise RequestError(f"the weights hold {'several sets of' if stems else 'no'} attention tensors {where}")
-    for name, held in found.items():
-        if not (held.layer < len(layers) and layers[held.layer].kind == "none"):  # others may be named like attention
-            _check_known(name, held, family, len(layers))
     gains = [name for name, held in found.items() if held.suffix == family.key_gains]
     layout = replace(
-        _layout(stems.pop(), config, family, layers), gains_by_head=any(len(tensors[name].shape) > 1 for name in gains)
+        _layout(next(iter(stems), ""), config, family, layers),
+        gains_by_head=any(len(tensors[name].shape) > 1 for name in gains),
     )
     hidden = families.get(config, family, "hidden_size")
+    if not stems:
+        raise RequestError(
+            f"the weights hold no attention tensors named {family.attention.format('N')}.*, which the config makes "
+            f"{_listed(layout, hidden)}"
+        )
+    if len(stems) > 1:
+        firsts = (next((name, tensors[name]) for name, held in found.items() if held.stem == one) for one in stems)
+        sets = sorted(f"{name!r} {list(record.shape)}" for name, record in firsts)
+        raise RequestError(
+            f"the weights hold several sets of attention tensors, such as {' and '.join(sets)}; one is expected"
+        )
+    for name, held in found.items():
+        if not (held.layer < len(layers) and layers[held.layer].kind == "none"):  # others may be named like attention
+            _check_known(tensors[name], held, family, layout, hidden)
     for index in (index for index, layer in enumerate(layers) if layer.kind != "none"):
         _check_shapes(tensors, layout, index, hidden)
         _check_gains(tensors, layout, index)
@@ -80,7 +89,7 @@ def _check_gains(tensors: Mapping[str, TensorRecord], layout: Layout, index: int
     whole = layer.kv_heads * layer.head_dim
     for name in names if held else ():
         if name not in tensors:
-            raise RequestError(f"tensor {name!r} is missing from the weights")
+            raise RequestError(_missing(name, (whole // len(names),)))
         if math.prod(tensors[name].shape) * len(names) != whole:
             raise RequestError(
                 f"weights and config contradict each other: tensor {name!r} is {list(tensors[name].shape)}, "
@@ -102,22 +111,44 @@ _BUFFERS = re.compile(r"rotary_emb\.inv_freq|(masked_)?bias")
 """Buffers that old checkpoints carry in their attention modules and no class reads."""
 
 
-def _check_known(name: str, held: AttentionTensor, family: Family, layers: int) -> None:
-    if held.layer >= layers:
-        raise RequestError(f"tensor {name!r} belongs to layer {held.layer}, the config has {layers} layers")
+def _check_known(record: TensorRecord, held: AttentionTensor, family: Family, layout: Layout, hidden: int) -> None:
+    found = f"tensor {record.name!r} {list(record.shape)}"
+    if held.layer >= len(layout.layers):
+        raise RequestError(f"{found} belongs to layer {held.layer}, the config has {len(layout.layers)} layers")
     if held.suffix not in family.attention_tensors and not _BUFFERS.fullmatch(held.suffix):
-        raise RequestError(f"tensor {name!r} is not known in the attention of {family.model_type}")
+        raise RequestError(
+            f"{found} is not known in the attention of {family.model_type}, which the config makes "
+            f"{_listed(layout, hidden)}"
+        )
+
+
+def _listed(layout: Layout, hidden: int) -> str:
+    """The projections of the first layer with attention, for a message."""
+    index = next(index for index, layer in enumerate(layout.layers) if layer.kind != "none")
+    shapes = {layout.names(index, part)[0]: _shape(layout, index, part, hidden) for part in PARTS}
+    inside = layout.tensor(index, "")
+    return ", ".join(f"{name.removeprefix(inside)} {list(shape)}" for name, shape in shapes.items())
+
+
+def _shape(layout: Layout, index: int, part: Part, hidden: int) -> tuple[int, int]:
+    """What the config makes of the weight that holds a part."""
+    layer = layout.layers[index]
+    if part == "o":
+        return hidden, layer.heads * layer.head_dim
+    return layout.rows(index, part, layer.kv_heads), hidden
+
+
+def _missing(name: str, shape: Sequence[int]) -> str:
+    return f"weights and config contradict each other: tensor {name!r} is missing, the config makes it {list(shape)}"
 
 
 def _check_shapes(tensors: Mapping[str, TensorRecord], layout: Layout, index: int, hidden: int) -> None:
-    layer = layout.layers[index]
-    width = layer.heads * layer.head_dim
     for part in PARTS:
         weight, bias = layout.names(index, part)
-        if weight not in tensors and (part in ("q", "o") or layer.shares is None):
-            raise RequestError(f"tensor {weight!r} is missing from the weights")
-        rows, columns = (hidden, width) if part == "o" else (layout.rows(index, part, layer.kv_heads), hidden)
-        for name, expected in ((weight, (rows, columns)), (bias, (rows,))):
+        shape = _shape(layout, index, part, hidden)
+        if weight not in tensors and (part in ("q", "o") or layout.layers[index].shares is None):
+            raise RequestError(_missing(weight, shape))
+        for name, expected in ((weight, shape), (bias, shape[:1])):
             record = tensors.get(name)
             if record is not None and record.shape != expected:
                 raise RequestError(

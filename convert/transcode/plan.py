@@ -168,7 +168,10 @@ class _Tensors:
         names += [self._transcoding.renamed[name]] if name in self._transcoding.renamed else []
         found = next((self._records[one] for one in names if one in self._records), None)
         if found is None:
-            raise RequestError(f"tensor {name!r} is missing from the weights")
+            raise RequestError(
+                f"weights and config contradict each other: tensor {name!r} is missing from the weights, "
+                f"the config makes it {list(self.shape(held.shape))}"
+            )
         if found.shape != self.shape(held.shape):
             raise RequestError(
                 f"weights and config contradict each other: tensor {found.name!r} is {list(found.shape)}, "

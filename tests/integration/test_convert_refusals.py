@@ -162,7 +162,21 @@ def test_an_index_that_lies_about_its_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({K1: None}, f"tensor '{K1}' is missing"),
+        ({K1: None}, rf"contradict each other: tensor '{K1}' is missing, the config makes it \[96, 96\]"),
+        (
+            {K1.replace("k_proj", "qkv_proj"): torch.zeros(288, 96)}
+            | {K1.replace("k_proj", f"{part}_proj"): None for part in "qkv"},
+            r"1.self_attn.qkv_proj.weight' \[288, 96\] is not known .* q_proj.weight \[96, 96\], k_proj.weight \[96,",
+        ),
+        (
+            {
+                name: None
+                for layer in (0, 1)
+                for part in "qkvo"
+                for name in [K1.replace("1", str(layer)).replace("k_p", f"{part}_p")]
+            },
+            r"no attention tensors named model.layers.N.self_attn.\*, which .* q_proj.weight \[96, 96\], ",
+        ),
         ({K1: torch.zeros(48, 96)}, rf"contradict.*'{K1}' is \[48, 96\], the config makes it \[96, 96\]"),
         ({Q0: torch.zeros(96, 64)}, rf"contradict.*'{Q0}' is \[96, 64\], the config makes it \[96, 96\]"),
         (
@@ -172,11 +186,11 @@ def test_an_index_that_lies_about_its_files(tmp_path: Path) -> None:
         ({K1: torch.zeros(96, 96, dtype=torch.int8)}, f"'{K1}' .I8. is of a quantized checkpoint"),
         (
             {"model.layers.2.self_attn.k_proj.weight": torch.zeros(96, 96)},
-            "belongs to layer 2, the config has 2 layers",
+            r"k_proj.weight' \[96, 96\] belongs to layer 2, the config has 2 layers",
         ),
         (
             {"model.layers.0.self_attn.mystery": torch.zeros(3)},
-            "mystery' is not known in the attention of llama",
+            r"mystery' \[3\] is not known in the attention of llama, which the config makes q_proj.weight \[96, 96\],",
         ),
         (
             {"model.embed_tokens.weight": torch.zeros(299, 96)},
@@ -191,6 +205,14 @@ def test_weights_that_contradict_the_config_or_themselves(
 ) -> None:
     tiny.rewrite(copy, changes)
     refused(copy, tmp_path / "out", says)
+
+
+def test_layers_that_lie_in_several_places(copy: Path, tmp_path: Path) -> None:
+    held = {name: w for name, w in tiny.tensors(copy).items() if ".self_attn." in name}
+    moved = {name.replace("model.", f"part{name.split('.')[2]}."): w for name, w in held.items()}
+    tiny.rewrite(copy, dict.fromkeys(held) | moved)
+    places = r"such as 'part0.layers.0.\S+' \[96, 96\] and 'part1.layers.1.\S+' \[96, 96\]; one is expected"
+    refused(copy, tmp_path / "out", f"several sets of attention tensors, {places}")
 
 
 @pytest.mark.parametrize("method", ["mean", "first", "random"])
@@ -223,7 +245,7 @@ def test_values_that_the_output_dtype_cannot_hold(copy: Path, tmp_path: Path) ->
         ({"num_kv_heads": 3}, "contradicts itself: num_key_value_heads is 12, num_kv_heads is 3"),
         ({"num_attention_heads": 10}, "num_attention_heads 10 does not divide by num_key_value_heads 12"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers must be a whole number"),
-        ({"num_hidden_layers": 3}, "layers.2.self_attn.q_proj.weight' is missing"),
+        ({"num_hidden_layers": 3}, r"layers.2.self_attn.q_proj.weight' is missing, .* \[96, 96\]"),
         ({"hidden_size": 128}, r"contradict.*\[96, 96\], the config makes it \[96, 128\]"),
     ],
 )
