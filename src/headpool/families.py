@@ -251,7 +251,6 @@ def quantization(config: Mapping[str, Any]) -> str | None:
 
 def _unreadable(config: Mapping[str, Any], model_type: str, family: Family | None) -> str | None:
     """Why a config's layers cannot be told; None where they can."""
-    near = difflib.get_close_matches(model_type, [*families(), *composites()], n=3)
     signs: tuple[tuple[object, str | None], ...] = (
         (config.get("is_encoder_decoder"), ENCODER_DECODER),
         ("text_config" in config, "no class of transformers is known that holds a language model so (text_config)"),
@@ -259,9 +258,14 @@ def _unreadable(config: Mapping[str, Any], model_type: str, family: Family | Non
         (family is not None, None if family is None or family.geometry else family.reason),
         *((model_type in names, reason) for reason, names in data()["others"].items()),
         ("auto_map" in config, "its code comes with the checkpoint (auto_map), and remote code is never run"),
-        (True, "unknown" + (f"; did you mean {' or '.join(near)}?" if near else "")),
     )
-    return next(reason for sign, reason in signs if sign)
+    known = [reason for sign, reason in signs if sign]
+    return known[0] if known else _unknown(model_type)
+
+
+def _unknown(model_type: str) -> str:
+    near = difflib.get_close_matches(model_type, [*families(), *composites()], n=3)
+    return "unknown" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
 def rotary_dims(config: Mapping[str, Any], family: Family, head_dim: int) -> int:

@@ -7,16 +7,15 @@ from typing import Any
 
 import fused
 import heads
-import numpy as np
 import pytest
+import steps
 import tiny
 import torch
 from torch import Tensor
 
 from headpool import families, geometry
-from headpool.convert.aligned.grouping import permute
 from headpool.convert.aligned.keys import share_keys
-from headpool.convert.aligned.moments import Moments, data_free
+from headpool.convert.aligned.moments import data_free
 from headpool.convert.aligned.refit import Normal, refit_output
 from headpool.convert.aligned.values import share_values
 from headpool.convert.layouts import AttentionWeights, Layout, find_layout
@@ -97,40 +96,7 @@ def converted(model: Any, name: str, change: Callable[[AttentionWeights, int], A
     return made
 
 
-def noise(weights: AttentionWeights, index: int) -> Moments:
-    """Moments of some other layer of the same shape: with one head in a group any will do."""
-    parts = {
-        part: heads.normal(10 * index + number, *w.shape)
-        for number, part in enumerate(("q", "k", "v", "bias_q", "bias_k", "bias_v"))
-        if (w := getattr(weights, part)) is not None
-    }
-    assert weights.q is not None
-    return data_free(replace(weights, **parts), heads.normal(5, weights.q.shape[2]))
-
-
-def keys(weights: AttentionWeights, index: int) -> AttentionWeights:
-    assert weights.k is not None
-    return share_keys(weights, len(weights.k), noise(weights, index))
-
-
-def values(weights: AttentionWeights, index: int) -> AttentionWeights:
-    assert weights.v is not None
-    moments = noise(weights, index)
-    count = len(weights.v)
-    sinks = "sinks" in weights.per_query_head
-    return share_values(weights, count, moments.value_groups(count), moments.value_means, fold_mean=not sinks)
-
-
-def groups(weights: AttentionWeights, index: int) -> AttentionWeights:
-    assert weights.k is not None
-    return permute(weights, np.random.default_rng(index).permutation(len(weights.k)).tolist())
-
-
-def together(weights: AttentionWeights, index: int) -> AttentionWeights:
-    return values(keys(groups(weights, index), index), index)
-
-
-STEPS = {"keys": keys, "values": values, "groups": groups, "together": together}
+STEPS = {"keys": steps.keys, "values": steps.values, "groups": steps.groups, "together": steps.together}
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -168,7 +134,7 @@ def outputs(model: Any) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_refit_of_an_exact_layer_moves_no_logit(name: str) -> None:
     model = built(name)
-    made = converted(model, name, together)
+    made = converted(model, name, steps.together)
     pairs = list(zip(outputs(model), outputs(made), strict=True))
 
     def refit(weights: AttentionWeights, index: int) -> AttentionWeights:
