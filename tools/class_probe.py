@@ -63,6 +63,9 @@ CACHE_KINDS = {
 }  # fmt: skip
 """transformers' cache layers that hold keys and values alone, or none, in geometry's words."""
 
+FULL_INTERVAL = "full_attention_interval"
+"""The field of hybrids that says that one layer in so many attends."""
+
 LAYER_FIELDS = re.compile("layer|attn|attention|window|pattern|period|interval|idx|indices|global|chunk|share|block")
 """Names of fields that may say which layers slide."""
 
@@ -222,17 +225,21 @@ class Probe:
         """Configs without layer_types that differ in what the choice of sliding layers may depend on."""
         varied: dict[str, tuple[Any, ...]] = {
             "sliding_window": (None, 5), "use_sliding_window": (True, False), "max_window_layers": (0, 2, 99),
-            "sliding_window_pattern": (2, 3), "attention_chunk_size": (None, 5),
+            "sliding_window_pattern": (2, 3), "attention_chunk_size": (None, 5), FULL_INTERVAL: (2, 3),
         }  # fmt: skip
         choices = [
             [(), *((name, value) for value in values)]
             for name, values in varied.items()
-            if (name in self.parameters or name.startswith("sliding")) and name not in fixed
+            if (name in self.parameters or name in self.popped() or name.startswith("sliding")) and name not in fixed
         ]
         for layers, picked in itertools.product((1, 13), itertools.product(*choices)):
             named = dict(filter(None, picked))
             if len(named) <= 2:
                 yield self.without_windows() | fixed | {"num_hidden_layers": layers} | named
+
+    def popped(self) -> list[str]:
+        """Fields that the config class takes from keyword arguments, by its source."""
+        return re.findall(r"kwargs\.(?:pop|get)\(\s*[\"'](\w+)[\"']", inspect.getsource(self.config_class))
 
     def without_windows(self) -> dict[str, Any]:
         omitted = ("layer_types", *WINDOW_FIELDS.values())
@@ -256,9 +263,7 @@ class Probe:
 
         Tried are the names in the class's signature and those that its source takes from keyword arguments.
         """
-        source = inspect.getsource(self.config_class)
-        popped = re.findall(r"kwargs\.(?:pop|get)\(\s*[\"'](\w+)[\"']", source)
-        names = {name for name in (*self.parameters, *popped) if LAYER_FIELDS.search(name)}
+        names = {name for name in (*self.parameters, *self.popped()) if LAYER_FIELDS.search(name)}
         values: list[Any] = [True, False, 1, 2, [0], [0] * LAYERS, [1] * LAYERS, ["attention"] * LAYERS]
         usual = self.windows(config)
         found = {}

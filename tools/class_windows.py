@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from class_probe import Probe, Windows
+from class_probe import FULL_INTERVAL, Probe, Windows
 
 from headpool import families, geometry
 from headpool.families import Family
@@ -23,7 +23,8 @@ def window_rule(probe: Probe, family: Family) -> tuple[dict[str, Any] | None, di
         told = [(config, held) for config in probe.window_configs(**fixed) if (held := probe.windows(config))]
         for rule in candidate_rules(probe) if told else ():
             if all(by_rule(rule, config, family) == held for config, held in told):
-                return rule, fields | fixed
+                read = {name for name in rule.values() if isinstance(name, str)}
+                return rule, {name: held for name, held in fields.items() if name not in read} | fixed
     return None, fields
 
 
@@ -52,6 +53,8 @@ def candidate_rules(probe: Probe) -> Iterator[dict[str, Any]]:
     )
     switches: list[dict[str, Any]] = [{}, {"enabled_by": "use_sliding_window"}]
     ends: list[dict[str, Any]] = [{}, {"last": True}, {"first": 1}, {"first": 2}, {"first": 2, "last": True}]
+    if FULL_INTERVAL in (*probe.parameters, *probe.popped()):
+        yield from ({"type": "linear_attention", "every": FULL_INTERVAL, "default": n} for n in range(2, 8))
     for layer_type in geometry.WINDOW_FIELDS:
         for end, switch, period in itertools.product(ends, switches, periods):
             yield {"type": layer_type} | switch | period | end

@@ -124,7 +124,7 @@ def _check_known(record: TensorRecord, held: AttentionTensor, family: Family, la
 
 def _listed(layout: Layout, hidden: int) -> str:
     """The projections of the first layer with attention, for a message."""
-    index = next(index for index, layer in enumerate(layout.layers) if layer.kind != "none")
+    index = next((index for index, layer in enumerate(layout.layers) if layer.kind != "none"), 0)
     shapes = {layout.names(index, part)[0]: _shape(layout, index, part, hidden) for part in PARTS}
     inside = layout.tensor(index, "")
     return ", ".join(f"{name.removeprefix(inside)} {list(shape)}" for name, shape in shapes.items())

@@ -144,13 +144,13 @@ def _window(rule: Mapping[str, Any], layer_type: str | None, get: Callable[[str]
 def kinds_by_rule(rule: Mapping[str, Any], count: int, get: Callable[[str], Any]) -> list[tuple[str, int | None]]:
     """What a family's rule makes of a config without layer_types.
 
-    The rule (families' data) says which `type` layers with a window have, and `enabled_by` which field they
-    have none without. Full are the layers below the field `below`, the `first` many, the `last`, and one in
-    `every` (a number, or a field with its `default`), at position `at` of each run.
+    The rule (families' data) says which `type` layers with a window have, or those without attention, and `enabled_by`
+    which field they have none without. Full are the layers below the field `below`, the `first` many, the `last`, and
+    one in `every` (a number, or a field with its `default`), at position `at` of each run.
     """
     layer_type = rule.get("type")
     window = _window(rule, layer_type, get)
-    if window is None:
+    if window is None and KINDS.get(layer_type or "full_attention") != "none":
         return [("full_attention", None)] * count
     first = _whole(get(rule["below"]) or 0, rule["below"], least=0) if "below" in rule else rule.get("first", 0)
     every = rule.get("every")

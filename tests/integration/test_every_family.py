@@ -1,5 +1,6 @@
 """Every family that is said to convert does: files written by transformers, pooled, opened again, compared."""
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,31 @@ def test_a_family_converts(model_type: str, tmp_path: Path) -> None:
     convert_checkpoint(str(source), back, kv_heads=KV)
     returned = tiny.tensors(back)
     assert all(torch.equal(returned[name], tensor) for name, tensor in after.items()), "expanded and pooled: itself"
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
+def test_a_hybrid_that_only_says_how_often_it_attends(model_type: str, tmp_path: Path) -> None:
+    """Layers 1 and 3 of 4, told by an interval of 2, as releases of such models have it."""
+    folders = [tmp_path / name for name in ("listed", "told")]
+    for folder in folders:
+        registry.built(model_type, layer_types=["linear_attention", "full_attention"] * 2).save_pretrained(folder)
+    config = json.loads((folders[1] / "config.json").read_text())
+    del config["layer_types"]
+    (folders[1] / "config.json").write_text(json.dumps(config | {"full_attention_interval": 2}))
+    for folder in folders:
+        convert_checkpoint(str(folder), folder.with_suffix(".out"), kv_heads=KV)
+    listed, told = (tiny.tensors(folder.with_suffix(".out")) for folder in folders)
+    assert listed.keys() == told.keys()
+    assert all(torch.equal(listed[name], tensor) for name, tensor in told.items())
+    changed = {
+        name.split(".layers.")[1][0]
+        for name, tensor in tiny.tensors(folders[1]).items()
+        if told[name].shape != tensor.shape
+    }
+    assert changed == {"1", "3"}
+    result = json.loads((folders[1].with_suffix(".out") / "config.json").read_text())
+    assert (result["full_attention_interval"], result["num_key_value_heads"]) == (2, KV)
+    assert "layer_types" not in result
 
 
 @pytest.mark.skipif(not MEASURED, reason="counted at the version that was measured")

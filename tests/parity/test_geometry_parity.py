@@ -38,6 +38,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"num_hidden_layers": 9, "use_sliding_window": True, "max_window_layers": 5, "sliding_window": 11},
     {"num_hidden_layers": 9, "use_sliding_window": False, "sliding_window": 11},
     {"num_hidden_layers": 14, "sliding_window_pattern": 5},
+    {"num_hidden_layers": 11, "full_attention_interval": 3},
     {
         "num_hidden_layers": 3,
         "sliding_window": 12,
@@ -121,8 +122,12 @@ def shapes(model_type: str, **fields: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-HYBRIDS = tuple(name for name in CONVERTING if families.families()[name].window is None)
-"""Their configs must say which layers attend."""
+HYBRIDS = tuple(
+    name
+    for name in CONVERTING
+    if (window := families.families()[name].window) is None or window.get("type") == "linear_attention"
+)
+"""Of two layers, one has to be told to attend."""
 
 NEEDED: dict[str, dict[str, Any]] = {
     **OWN,
