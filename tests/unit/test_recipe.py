@@ -75,11 +75,27 @@ def test_all_errors_are_reported_together(recipe: Path) -> None:
         (["eval.window=8", "eval.stride=9"], "eval: stride 9 is larger than window 8"),
         (["convert.max_shard_size=much"], "convert.max_shard_size: .*much"),
         (["convert.heal=9", "convert.groups=search"], "convert: groups, heal: for method aligned, not for mean"),
+        (
+            ["convert.method=random", "convert.calibration=a.txt"],
+            "convert: calibration: for method aligned, not for random",
+        ),
+        (["convert.calibration_tokens=9"], "convert: calibration_tokens: for method aligned, not for mean"),
+        (
+            ["convert.calibration=a.txt", "convert.calibration_tokens=9", "convert.heal=9"],
+            "convert: heal: for method aligned, not for mean",
+        ),
     ],
 )
 def test_values_that_do_not_go_together(recipe: Path, override: list[str], says: str) -> None:
     with pytest.raises(RequestError, match=says):
         load_recipe(str(recipe), override)
+
+
+def test_pooling_may_have_text_for_the_gains_of_norms(recipe: Path) -> None:
+    told = ["convert.calibration=a.txt", "convert.calibration_tokens=9", "convert.calibration_window=8"]
+    section = load_recipe(str(recipe), told).convert
+    assert section is not None
+    assert (section.method, section.calibration, section.calibration_tokens) == ("mean", "a.txt", 9)
 
 
 @pytest.mark.parametrize(
