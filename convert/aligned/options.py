@@ -14,7 +14,7 @@ HEAL_STEPS = 800
 GROUPS = ("search", "contiguous")
 SCOPES = ("layer", "attention")
 
-TEXT = ("calibration", "text_column", "tokens", "window", "device")
+TEXT = ("calibration", "text_column", "calibration_tokens", "calibration_window", "device")
 """What choosing gains on calibration text may be told, too."""
 
 
