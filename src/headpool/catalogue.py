@@ -103,6 +103,13 @@ def _nearest(reason: str) -> str:
     return next((what for pattern, what in NEAREST if re.search(pattern, reason)), USUALLY)
 
 
+SERVERS = """`make serving` converts random models to 4 K/V heads beside 12 query heads of 32 dimensions, and asks
+servers on a CPU, in float32, for transformers' greedy tokens and for its log-probabilities within 0.001. llama and
+qwen2 give them in vLLM 0.32.0 (its CPU build) and in llama.cpp (llama-cpp-python 0.3.36), phi in vLLM through its
+transformers backend. What was in the way: vLLM's CPU build refuses heads of fewer than 32 dimensions, and llama.cpp's
+cache, float16 by default, moves log-probabilities by up to 0.005, enough to turn a close choice."""
+
+
 def to_dict(found: list[Row]) -> dict[str, Any]:
     """The rows as `headpool families --json` prints them."""
     return {"families": [asdict(row) for row in found]}
@@ -156,6 +163,10 @@ def _lines(found: list[Row]) -> Iterator[str]:
     for row in _in_order(found):
         if row.status != "refused":
             yield f"| {' | '.join(_cells(row))} |"
+    yield ""
+    yield "## Servers"
+    yield ""
+    yield SERVERS
     yield ""
     yield "## Refused"
     yield ""
