@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 INPUTS = (
     "model", "convert.calibration", "eval.data", "eval.tasks", "uptrain.data", "uptrain.data.path",
-    "uptrain.validation", "uptrain.validation.path", "uptrain.teacher", "uptrain.launch.config_file",
+    "uptrain.validation", "uptrain.validation.path", "uptrain.teacher",
 )  # fmt: skip
 """Where a recipe may name files, by dotted keys; lists on the way are gone through."""
+
+PRIVATE = ("main_process_ip", "aws_access_key_id", "aws_secret_access_key", "vm", "tpu_name", "env")
+"""Options of `accelerate launch` that say where, and as whom."""
 
 DATA = tuple(key for key in INPUTS if key.startswith(("convert.", "eval.data", "uptrain.data", "uptrain.validation")))
 """Those that are text."""
@@ -27,22 +30,53 @@ DATA = tuple(key for key in INPUTS if key.startswith(("convert.", "eval.data", "
 def portable(recipe: "Recipe", *, revision: str | None = None) -> str:
     """The recipe as YAML with each local path as the file's own name; a comment on top lists them with their SHA-256.
 
-    Of a checkpoint directory it is that of config and headers. revision: the commit of a model from the hub that the
-    recipe does not pin. Large files are read whole, once in the life of a process.
+    Of a checkpoint directory it is that of config and headers. Where several have one name, as much of their folders
+    as tells them apart stands before it. What `launch` says of machines and accounts is left out. revision: the commit
+    of a model from the hub that the recipe does not pin. Large files are read whole, once in the life of a process.
     """
     values = recipe.model_dump(mode="json", exclude_defaults=True) | {"output": Path(recipe.output).name}
     if revision is not None:
         values["revision"] = revision
-    hashes: dict[str, str] = {}
-
-    def name_only(value: str) -> str:
-        files = [Path(value)] if Path(value).exists() else sorted(map(Path, glob.glob(value, recursive=True)))  # noqa: PTH207
-        hashes.update({path.name: _sha256(path) for path in files})
-        return Path(value).name if files or Path(value).is_absolute() else value
-
-    for key in INPUTS:
-        values = _replaced(values, key.split("."), name_only)
+    launch = (values.get("uptrain") or {}).get("launch") or {}
+    if launch:
+        public = {key: value for key, value in launch.items() if key.replace("-", "_") not in PRIVATE}
+        values["uptrain"] = {**values["uptrain"], "launch": public or None}
+    keys = [*INPUTS, *(f"uptrain.launch.{key}" for key in launch)]
+    found = {value: _files(value) for value in inputs(values, keys)}
+    local = [value for value, files in found.items() if files or value.startswith(("/", "~"))]
+    names = _names({*local, *(str(path) for files in found.values() for path in files)})
+    for key in keys:
+        values = _replaced(values, key.split("."), lambda value: names.get(value, value))
+    hashes = {
+        names[str(path)]: _sha256(path)
+        for files in found.values()
+        for path in files
+        if path.is_file() or (path / "config.json").is_file()
+    }
     return recipe_text(values, hashes)
+
+
+def _files(value: str) -> list[Path]:
+    """What a recipe's text names on this machine."""
+    if not value:
+        return []
+    return [Path(value)] if Path(value).exists() else sorted(map(Path, glob.glob(value, recursive=True)))  # noqa: PTH207
+
+
+def _names(paths: Iterable[str]) -> dict[str, str]:
+    """Each path by as many of its last parts as tell it from the others."""
+    parts = {path: [part for part in Path(path).absolute().parts if part != "/"] or ["/"] for path in paths}
+    count = dict.fromkeys(parts, 1)
+    while True:
+        held: dict[str, set[tuple[str, ...]]] = {}
+        names = {path: "/".join(one[-count[path] :]) for path, one in parts.items()}
+        for path, name in names.items():
+            held.setdefault(name, set()).add(tuple(parts[path]))
+        longer = [path for path, name in names.items() if len(held[name]) > 1 and count[path] < len(parts[path])]
+        if not longer:
+            return names
+        for path in longer:
+            count[path] += 1
 
 
 def recipe_text(values: Mapping[str, Any], hashes: Mapping[str, str]) -> str:
