@@ -57,6 +57,7 @@ class ModelResult:
     positions: tuple[Bucket, ...]
     tasks: tuple[TaskResult, ...]
     samples: tuple[Sample, ...]
+    checkpoint_sha256: str
     decode: tuple[Timing, ...] = ()
 
 
@@ -202,6 +203,7 @@ def _measure(
     candidate, sequences = reading.candidate, reading.sequences
     windows = [sliding_windows(len(tokens), settings.window, settings.stride) for tokens in sequences]
     prefill = max(sequences, key=len)[: max(settings.window, 2)]
+    identity = candidate.source.checkpoint_sha256()  # of what is loaded now
     with loaded([candidate], settings.dtype, settings.device) as models:
         scored = _score(models[0], candidate, sequences, windows, settings.batch_size, progress)
         return ModelResult(
@@ -217,6 +219,7 @@ def _measure(
             positions=by_position(windows, scored),
             tasks=harness.run(models[0], candidate.tokenizer, settings.batch_size) if harness else (),
             samples=_samples(models[0], reading),
+            checkpoint_sha256=identity,
         )
 
 

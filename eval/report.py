@@ -23,6 +23,8 @@ report.json is one object. Fields may be added; the ones here keep their names a
       tasks[]     task, metric, value, stderr (or None), samples
       samples[]   prompt, text (the greedy continuation without the prompt)
       conversion  None, or method and layers of the checkpoint's headpool.json
+      checkpoint_sha256  of the checkpoint's headpool.json, config and headers of weights, as `Source.checkpoint_sha256`
+                         has it: another once it is converted or trained anew
     comparison  the one model's comparison with the baseline; None without a baseline or with several models
     data        name, sha256, texts, bytes
     settings    window, stride, batch_size, dtype, device
@@ -162,6 +164,7 @@ def _model(result: ModelResult, baseline: ModelResult | None) -> dict[str, Any]:
         ],
         "samples": [{"prompt": one.prompt, "text": one.text} for one in result.samples],
         "conversion": result.provenance.conversion,
+        "checkpoint_sha256": result.checkpoint_sha256,
     }
 
 

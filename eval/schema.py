@@ -117,6 +117,7 @@ class Model(_Part):
     tasks: list[Task] = []
     samples: list[Sample] = []
     conversion: Conversion | None = None
+    checkpoint_sha256: str | None = None
 
 
 class Data(_Part):

@@ -91,6 +91,15 @@ class Source:
         ]
         return hashlib.sha256(json.dumps([self.config_text, layout]).encode()).hexdigest()
 
+    def checkpoint_sha256(self) -> str:
+        """Tells one result of headpool from another, also from one made anew in its place: that of headpool.json,
+        config and headers, without reading weights.
+        """
+        digest = hashlib.sha256(self.headers_sha256().encode())
+        if (path := self.directory / PROVENANCE).is_file():
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
     def sidecars(self) -> dict[Path, Path]:
         """The files to copy, relative to the directory, and where they go: the source's card under another name."""
         names = [path.relative_to(self.directory) for path in sorted(self.directory.glob("*chat_templates/*"))]

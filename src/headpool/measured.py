@@ -9,7 +9,7 @@ import yaml
 
 from headpool import plots
 from headpool.card import PLOTS, REPORT, draw_card, replace_files
-from headpool.checkpoint import CARD, read_provenance
+from headpool.checkpoint import CARD, open_source, read_provenance
 from headpool.drawing import UNADAPTED
 from headpool.errors import HeadpoolError, RequestError
 from headpool.eval import wording
@@ -75,7 +75,7 @@ def _published(directory: Path, report: Path) -> dict[str, Any]:
     parsed = load(report)
     values: dict[str, Any] = json.loads((report / REPORT).read_text(encoding="utf-8"))
     named = zip(values["models"], wording.names(parsed.models), strict=True)
-    names = {one["path"]: name if Path(one["path"]).exists() else one["path"] for one, name in named}
+    names = {one["path"]: name if _is_local(one["path"]) else one["path"] for one, name in named}
     chosen = _chosen(directory, values["models"], report)
     kept = {one["path"] for one in chosen}
     others = tuple(f"{path}:" for path in names if path not in kept)
@@ -90,19 +90,22 @@ def _chosen(directory: Path, models: Sequence[Mapping[str, Any]], report: Path) 
     """The baseline, what the checkpoint was trained from, the checkpoint itself."""
     here = directory.resolve()
     measured = [one for one in models if one["role"] == "model"]
-    same = [one for one in measured if Path(one["path"]).resolve() == here]
-    alike = same or [one for one in measured if Path(one["path"]).name == here.name]  # from another current directory
-    if not alike:
+    ours = open_source(str(directory)).checkpoint_sha256()
+    same = [one for one in measured if one.get("checkpoint_sha256") == ours]
+    if not same:
         names = ", ".join(one["path"] for one in models)
+        if any(Path(one["path"]).name == here.name for one in measured):
+            raise RequestError(f"{directory} is not what {report / REPORT} measured any more; evaluate it again")
         raise RequestError(f"{report / REPORT} is of {names}, not of {directory}")
-    this = alike[0]
-    done = read_provenance(directory) or {}
-    made = {"method": done["method"], "layers": done.get("layers", [])} if "method" in done else None
-    if (this["uptrained"], this["conversion"]) != ("uptrain" in done, made):
-        raise RequestError(f"{directory} is not what {report / REPORT} measured any more; evaluate it again")
+    this = next((one for one in same if Path(one["path"]).resolve() == here), same[0])
     before = [one for one in measured if one["label"] == UNADAPTED and _conversion(one) == _conversion(this)]
     return [*[one for one in models if one["role"] == "baseline"][:1], *before[: int(this["uptrained"])], this]
 
 
 def _conversion(model: Mapping[str, Any]) -> list[Any]:
     return [model["kv_heads"], model["conversion"]]
+
+
+def _is_local(path: str) -> bool:
+    """Whether a model is named by a folder, there or gone, and not as the hub has it."""
+    return Path(path).exists() or path.startswith(("/", "~", ".")) or path.count("/") > 1

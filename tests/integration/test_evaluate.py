@@ -1,5 +1,6 @@
 """`evaluate` and its report on small checkpoints saved by transformers, against figures worked out here."""
 
+import hashlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from headpool.checkpoint import open_source
 from headpool.errors import HeadpoolError, RequestError
 from headpool.eval.measure import Report, evaluate
 from headpool.eval.models import ModelSpec
@@ -175,7 +177,9 @@ def compared(checkpoints: dict[str, str]) -> Report:
     return evaluate(specs, data_of(TEXT), window=32)
 
 
-def test_the_report_holds_the_fields_that_scripts_rely_on(compared: Report, tmp_path: Path) -> None:
+def test_the_report_holds_the_fields_that_scripts_rely_on(
+    compared: Report, checkpoints: dict[str, str], tmp_path: Path
+) -> None:
     path = write_report(compared, tmp_path / "deep" / "out")
     assert [entry.name for entry in path.parent.iterdir()] == ["report.json"]
     written = json.loads(path.read_text(encoding="utf-8"))
@@ -201,6 +205,11 @@ def test_the_report_holds_the_fields_that_scripts_rely_on(compared: Report, tmp_
     }
     assert (baseline["comparison"], model["comparison"]) == (None, written["comparison"])
     assert (baseline["conversion"], model["conversion"]) == (None, {"method": "mean", "layers": []})
+    for one, path in ((baseline, checkpoints["mha"]), (model, checkpoints["gqa"])):
+        headers = open_source(path).headers_sha256()
+        made = Path(path) / "headpool.json"
+        told = headers.encode() + (made.read_bytes() if made.exists() else b"")
+        assert one["checkpoint_sha256"] == hashlib.sha256(told).hexdigest()
     assert written["data"] == {"name": "texts", "sha256": "0" * 64, "texts": 1, "bytes": len(TEXT.encode())}
     assert written["settings"]["window"] == written["settings"]["stride"] == 32
     assert written["versions"]["torch"] == torch.__version__
