@@ -21,7 +21,8 @@ PROVENANCE = "headpool.json"
 SIDECARS = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.spm", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "generation_config.json", "preprocessor_config.json",
-    "processor_config.json", "licen[cs]e*", "notice*", "use_policy*", "copying*", "copyright*",
+    "video_preprocessor_config.json", "processor_config.json", "licen[cs]e*", "notice*", "use_policy*", "copying*",
+    "copyright*",
 )  # fmt: skip
 """Files that travel with a checkpoint, copied byte for byte, by lower-case patterns. Weights of other formats and code
 do not.

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,26 +11,33 @@ from headpool import __version__, card
 from headpool.check import Check, Report
 from headpool.checkpoint import CARD, PROVENANCE, SIDECARS, SOURCE_CARD, Source, open_source
 from headpool.errors import RequestError, first_line
+from headpool.hub import patiently
 from headpool.planning import format_bytes
-from headpool.uploading import Place, Progress, UnreachableError, hub_errors
+from headpool.uploading import Held, Place, Progress, UnreachableError, hub_errors
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
     from rich.console import RenderableType
 
 NAMES = (
-    "config.json", "model.safetensors.index.json", PROVENANCE, SOURCE_CARD.lower(), "chat_templates/*.jinja",
+    "config.json", "model.safetensors.index.json", PROVENANCE, SOURCE_CARD.lower(),
     *(name.lower() for name in card.FILES), *SIDECARS,
 )  # fmt: skip
-"""What may go up besides the weights, by lower-case patterns. Whatever else lies in the folder stays there: optimizer
-state, logs, caches, keys.
+"""What may go up besides the weights and licences, by lower-case patterns, each for a file in the folder itself.
+Whatever else lies there stays: optimizer state, logs, caches, keys.
 """
 
-KINDS = ("", ".jinja", ".json", ".jsonl", ".md", ".model", ".pdf", ".png", ".spm", ".tiktoken", ".txt")
+TEMPLATES = ("chat_templates/*.jinja", "additional_chat_templates/*.jinja")
+"""What may go up from below."""
+
+KINDS = re.compile(r"[^.]*|.*\.(jinja|jsonl?|md|model|model\.v\d+|pdf|png|spm|tiktoken|txt)", re.DOTALL)
 """And only files that end so: patterns such as `tokenizer*` alone would let through more."""
 
 SECRETS = re.compile(rb"\b(?:hf_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{32,}|AKIA[0-9A-Z]{16})\b")
 """What keys to this hub and to others look like."""
+
+SNIPPET = re.compile(r'AutoModelForCausalLM\.from_pretrained\("([^"\n]*)"\)')
+"""Where the card's code names the checkpoint."""
 
 LONGEST_TEXT = 1 << 20
 """Bytes of the longest file that is searched for keys: cards and configs are small."""
@@ -136,7 +143,7 @@ def publish(
     """
     parcel = _pack(Path(directory), repo_id, license, report)
     place = _place(repo_id, revision, private=private, create_pr=create_pr, token=token, dry_run=dry_run)
-    held: Sequence[str] = ()
+    held = Held()
     try:
         _check_consent(parcel, place, accepted=accept_base_license)
         place.check_card(_text(parcel.files[CARD]))
@@ -162,9 +169,9 @@ def publish(
     if dry_run:
         return planned
     announce(planned)
-    stale = [name for name in held if name not in parcel.files and _is_weights(name) and not create_pr]
+    stale = [name for name in held.names if name not in parcel.files and _is_replaced(name) and not create_pr]
     message = f"Publish {Path(directory).resolve().name} with headpool {__version__}"
-    commit = place.upload(parcel.files, stale, message, progress)
+    commit = place.upload(parcel.files, stale, message, held.head, progress)
     return replace(planned, url=commit.pr_url or place.url, commit=commit.oid)
 
 
@@ -173,10 +180,12 @@ def _pack(directory: Path, repo_id: str, licence: str | None, report: Path | Non
     source = _open(directory)
     done = source.provenance or {}
     _check(source, done)
-    drawn = _drawn(directory, repo_id, licence, report)
-    found = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    found = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    allowed = {name for name in found if name in source.shards or _is_allowed(name)}
+    _refuse_links(directory, allowed)
+    drawn, warnings = _drawn(directory, repo_id, licence, report)
     old = () if report is None else set(card.FILES) - set(drawn)  # what an earlier report has left
-    names = [name for name in sorted({*found, *drawn} - set(old)) if name in source.shards or _is_allowed(name)]
+    names = sorted({*allowed, *drawn} - set(old))
     files: dict[str, Content] = {name: drawn.get(name, directory / name) for name in names}
     _refuse_secrets(files)
     named = _parsed(_text(files[CARD])).data.get("license")
@@ -187,8 +196,8 @@ def _pack(directory: Path, repo_id: str, licence: str | None, report: Path | Non
     if licence is not None and licence != named:
         raise RequestError(f"the licence on the card is {named}; --license {licence} would contradict it")
     marks = any(str(key).startswith("extra_gated") for key in card.source_metadata(directory))
-    left_out = tuple(name for name in found if name not in files)
-    return _Parcel(source, files, left_out, str(named), card.base_model(done), marks)
+    left_out = tuple(sorted(found - set(files)))
+    return _Parcel(source, files, left_out, str(named), card.base_model(done), marks, warnings)
 
 
 def _open(directory: Path) -> Source:
@@ -215,24 +224,29 @@ def _check(source: Source, done: Mapping[str, Any]) -> None:
         raise RequestError(f"{source.directory} does not fit its class: {worse}")
 
 
-def _drawn(directory: Path, repo_id: str, licence: str | None, report: Path | None) -> dict[str, bytes]:
-    """What goes up otherwise than it lies there: the card, which names the repository, and what a report adds.
+def _drawn(
+    directory: Path, repo_id: str, licence: str | None, report: Path | None
+) -> tuple[dict[str, bytes], list[str]]:
+    """What goes up otherwise than it lies there, and warnings: the card, which names the repository, and what a report
+    adds.
 
-    A card that its owner has edited is kept but for the licence, and the name in the code.
+    Without a report, a card that its owner has edited is kept but for the licence, and the name in the code.
     """
+    path = directory / CARD
+    text = path.read_text(encoding="utf-8") if path.is_file() else None
+    named = SNIPPET.search(text or "")
+    here = named[1] if named else directory.resolve().name  # the folder may have been renamed
+    edited = text is not None and text != str(card.draw_card(directory, here))
     if report is not None:
         from headpool.measured import card_files
 
-        return card_files(directory, report, place=repo_id, licence=licence)
-    here = directory.resolve().name
-    path = directory / CARD
-    if not path.is_file() or path.read_text(encoding="utf-8") == str(card.draw_card(directory, here)):
-        return {CARD: str(card.draw_card(directory, repo_id, licence=licence)).encode()}
-    edited = _parsed(
-        path.read_text(encoding="utf-8").replace(f'from_pretrained("{here}")', f'from_pretrained("{repo_id}")')
-    )
-    edited.data["license"] = edited.data.get("license") or licence
-    return {CARD: str(edited).encode()}
+        lost = f"{CARD} was edited; --report draws it anew, and what was written there does not go up"
+        return card_files(directory, report, place=repo_id, licence=licence), [lost] if edited else []
+    if text is None or not edited:
+        return {CARD: str(card.draw_card(directory, repo_id, licence=licence)).encode()}, []
+    kept = _parsed(text.replace(f'from_pretrained("{here}")', f'from_pretrained("{repo_id}")'))
+    kept.data["license"] = kept.data.get("license") or licence
+    return {CARD: str(kept).encode()}, []
 
 
 def _parsed(text: str) -> "ModelCard":
@@ -245,11 +259,27 @@ def _parsed(text: str) -> "ModelCard":
 
 
 def _is_allowed(name: str) -> bool:
-    return Path(name).suffix.lower() in KINDS and any(fnmatch.fnmatchcase(name.lower(), one) for one in NAMES)
+    """Whether a file may go up, by its path in the folder: `*` of a pattern must not stand for folders."""
+    folder, _, base = name.rpartition("/")
+    if folder:
+        return any(folder == one.split("/")[0] and fnmatch.fnmatchcase(name, one) for one in TEMPLATES)
+    if card.LEGAL.match(base):
+        return True
+    lower = base.lower()
+    return KINDS.fullmatch(lower) is not None and any(fnmatch.fnmatchcase(lower, one) for one in NAMES)
 
 
-def _is_weights(name: str) -> bool:
-    return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name) is not None
+def _refuse_links(directory: Path, names: Iterable[str]) -> None:
+    """Files elsewhere were not meant to go up, and nobody who looks at the folder's listing expects them to."""
+    root = directory.resolve()
+    for name in sorted(names):
+        if not (directory / name).resolve().is_relative_to(root):
+            raise RequestError(f"{name} is a link to a file outside {directory}; put the file itself there")
+
+
+def _is_replaced(name: str) -> bool:
+    """Whether a file of an earlier publication must not outlive it: weights, and what an evaluation had left."""
+    return name in card.FILES or bool(re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name))
 
 
 def _refuse_secrets(files: Mapping[str, Content]) -> None:
@@ -271,9 +301,13 @@ def _place(
     if token is None and not dry_run:
         raise RequestError("no token for the hub: log in with `hf auth login`, or pass --token")
     api = HfApi(token=token)
-    if "/" not in repo_id and token is not None and not dry_run:
-        with hub_errors(repo_id):
-            repo_id = f"{api.whoami()['name']}/{repo_id}"
+    if "/" not in repo_id and token is not None:
+        try:
+            with hub_errors(repo_id):
+                repo_id = f"{patiently(api.whoami)['name']}/{repo_id}"
+        except UnreachableError:
+            if not dry_run:  # which then says what it could not look at
+                raise
     return Place(repo_id, revision, private, create_pr, api)
 
 

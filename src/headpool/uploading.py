@@ -87,6 +87,14 @@ def _message(error: Any) -> str:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What a repository holds already, by name, and the commit that it was seen in, None where there is none."""
+
+    names: tuple[str, ...] = ()
+    head: str | None = None
+
+
+@dataclass(frozen=True)
 class Place:
     """Where to publish: a model repository, made where it is not there, and in it a branch (main where None)."""
 
@@ -125,8 +133,8 @@ class Place:
                     f"the hub does not accept the card's metadata: {' '.join(str(error).split())}"
                 ) from error
 
-    def check_repository(self, done: Mapping[str, Any]) -> list[str]:
-        """What the repository holds already, by name, [] where there is none or nothing.
+    def check_repository(self, done: Mapping[str, Any]) -> Held:
+        """What the repository holds already; nothing where there is none.
 
         done: headpool.json of what is to be published. Raises RequestError where the repository holds another model, is
         public though a private one is asked for, or is not there for a pull request.
@@ -139,20 +147,21 @@ class Place:
             except errors.RepositoryNotFoundError:
                 if self.create_pr:
                     raise RequestError(f"there is no repository {self.repo_id} to open a pull request in") from None
-                return []
+                return Held()
             if self.private and not info.private:
                 raise RequestError(f"{self.repo_id} exists and is public; make it private in its settings first")
-            revision = self.revision
             try:
-                held = self._names(revision)
+                head = patiently(lambda: self.api.model_info(self.repo_id, revision=self.revision)).sha
             except errors.RevisionNotFoundError:
                 if self.create_pr:
-                    raise RequestError(f"{self.repo_id} has no revision {revision} to propose changes to") from None
-                revision = None  # a branch that is going to be made of main
-                held = self._names(revision)
+                    raise RequestError(
+                        f"{self.repo_id} has no revision {self.revision} to propose changes to"
+                    ) from None
+                head = info.sha  # a branch that is going to be made of main
+            names = self._names(head)
             if not self.create_pr:
-                self._refuse_other_content(held, revision, done)
-            return sorted(held)
+                self._refuse_other_content(names, head, done)
+            return Held(tuple(sorted(names)), head)
 
     def _names(self, revision: str | None) -> set[str]:
         from huggingface_hub.hf_api import RepoFile
@@ -171,16 +180,20 @@ class Place:
             theirs = read_provenance(Path(file).parent) or {}
         if _model(theirs) != _model(done):
             old, new = ("{} at {} K/V heads".format(*_model(one)) for one in (theirs, done))
-            raise RequestError(f"{self.repo_id} holds {old} already, not {new}; {remedy}")
+            other = f"another {new}" if old == new else f"{old} already, not {new}"
+            raise RequestError(f"{self.repo_id} holds {other}; {remedy}")
 
     def upload(
         self,
         files: Mapping[str, Path | bytes],
         gone: Sequence[str],
         message: str,
+        parent: str | None,
         progress: Progress | None,
     ) -> "CommitInfo":
         """Send files, and commit them all at once without those that are `gone`. What is up already is not sent again.
+
+        parent: the commit that `check_repository` saw; where another has followed it, nothing is committed.
 
         Raises as `hub_errors` does; nothing is committed then, and the same call goes on.
         """
@@ -192,7 +205,7 @@ class Place:
             if not self.create_pr and self.revision is not None:
                 branch = self.revision
                 patiently(lambda: self.api.create_branch(self.repo_id, branch=branch, exist_ok=True))
-            head = patiently(lambda: self.api.model_info(self.repo_id, revision=self.revision)).sha
+            head = parent or patiently(lambda: self.api.model_info(self.repo_id, revision=self.revision)).sha
             additions = [CommitOperationAdd(name, content) for name, content in files.items()]
             self._send(additions, progress)
             return self._commit([*additions, *map(CommitOperationDelete, gone)], message, head)
@@ -247,6 +260,10 @@ class Place:
         return CommitInfo(url, commit_message=message, commit_description="", oid=last.commit_id)
 
 
-def _model(done: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What makes a published model the same one, made anew: its source and its K/V heads."""
-    return done.get("source", {}).get("model"), done.get("kv_heads")
+def _model(done: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """What makes a published model the same one, made anew: its source and its K/V heads. A folder's name alone says
+    little, so that of one its headers' hash counts, too.
+    """
+    source = done.get("source", {})
+    local = source.get("headers_sha256") if source.get("revision") is None else None
+    return source.get("model"), done.get("kv_heads"), local

@@ -45,7 +45,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ".env",
         "tokenizer.pkl",
         "vocab.sqlite",
-        "notice.exe",
         "pytorch_model.bin",
     ):
         (folder / "gqa" / name).write_bytes(b"stays")
@@ -385,18 +384,18 @@ def test_the_command(made: Path, served: hub.Hub) -> None:
 @pytest.mark.skipif("HEADPOOL_HUB_TOKEN" not in os.environ, reason="HEADPOOL_HUB_TOKEN is not set")
 def test_the_real_hub(made: Path, tmp_path: Path) -> None:
     """Publish to a private repository of the token's owner, fetch it again, delete it. The client's defaults hold."""
-    token = os.environ["HEADPOOL_HUB_TOKEN"]
     script = f"""
-import torch
+import os
 from huggingface_hub import HfApi, snapshot_download
 from pathlib import Path
 from headpool.publish import publish
-api = HfApi(token={token!r})
+token = os.environ["HEADPOOL_HUB_TOKEN"]
+api = HfApi(token=token)
 name = api.whoami()["name"] + "/headpool-test-{os.urandom(4).hex()}"
 try:
-    first = publish({str(made)!r}, name, private=True, token={token!r})
-    assert publish({str(made)!r}, name, private=True, token={token!r}).commit == first.commit
-    folder = Path(snapshot_download(name, token={token!r}))
+    first = publish({str(made)!r}, name, private=True, token=token)
+    assert publish({str(made)!r}, name, private=True, token=token).commit == first.commit
+    folder = Path(snapshot_download(name, token=token))
     for file in first.files:
         assert file == "README.md" or (folder / file).read_bytes() == (Path({str(made)!r}) / file).read_bytes(), file
 finally:
