@@ -22,7 +22,7 @@ class Signalled(BaseException):
 def run_to_exit(app: Callable[[], Any]) -> None:
     """Run a command line; exits 0, 1 (it failed), 2 (impossible) or 128 + n (stopped by signal n)."""
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup's
             signal.signal(number, _on_signal)
     try:
         try:
