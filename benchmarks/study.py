@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from study_page import write
+from study_page import ALPHAS, PAPER, write
 
 from headpool.convert.aligned.options import Alignment
 from headpool.convert.run import convert_checkpoint
@@ -30,10 +30,7 @@ from headpool.text import read_documents, read_texts
 ROOT = Path(__file__).resolve().parent.parent
 QUICKSTART = ROOT / "recipes" / "quickstart"
 WINDOW = 256
-ALPHAS = (0.0, 0.01, 0.02, 0.05, 0.1)
 SEEDS = (0, 1, 2)
-PAPER = 0.05
-"""The share of pretraining that the paper settles on; three seeds here, one elsewhere."""
 TENTH = PAPER / 10
 """By then aligned should be where mean is after the paper's share."""
 
@@ -165,11 +162,16 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "results.json"
     names = {key(case, options.data, options.scale): case for case in cases()}
+
+    def draw() -> None:
+        write({name: one for name, one in load(file).items() if name in names}, options.out)
+
+    draw()
     for name, case in names.items():
         if options.only in case.name and name not in load(file):
             print(case.name, flush=True)
             keep(file, name, measure(case, options.data, options.scale, options.work))
-        write({name: one for name, one in load(file).items() if name in names}, options.out)
+            draw()
     print(f"{options.out / 'README.md'}: {len(names.keys() & load(file).keys())} of {len(names)} cases")
 
 
