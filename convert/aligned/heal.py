@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from headpool.convert.aligned.replay import Example, relative_error
 from headpool.errors import RequestError
 
+SMALLEST = 1e-3
+"""A parameter that is smaller than this learns as if it were not: biases often begin at zero."""
+
 
 class Examples(Protocol):
     """Batches to learn from, by number."""
@@ -31,6 +34,11 @@ class Schedule:
     """How a module is trained: Adam with these betas, the rate rising linearly over the first `warmup` (a fraction of
     the steps) to `learning_rate` and falling as half a cosine to `final` times it; gradients clipped to norm `clip`.
 
+    The rates are relative: a parameter's is its root mean square as it came (Shazeer and Stern 2018, "Adafactor",
+    section 8; no less than SMALLEST), divided by the root of its last dimension (Yang et al. 2022, "Tensor Programs V",
+    table 3: Adam's go as 1 / inputs, where weights go as the root of that), times this. So one rate changes what
+    models of any width compute by as much, and published weights differ tenfold in size.
+
     The held-out error is measured `evaluations` times, at equal distances, the last time at the end.
     """
 
@@ -43,7 +51,7 @@ class Schedule:
     evaluations: int = 8
 
     def rate(self, step: int) -> float:
-        """The learning rate of step 0 … steps-1."""
+        """The relative learning rate of step 0 … steps-1."""
         rising = max(1, round(self.warmup * self.steps))
         if step < rising:
             return self.learning_rate * (step + 1) / rising
@@ -93,9 +101,10 @@ def heal(
     usual = sum(float(one.energy()) for one in held_out) / sum(len(one.target) for one in held_out)
     order = _order(len(examples), seed)
     with _training(module, trained):
-        optimizer = torch.optim.Adam(trained, lr=schedule.learning_rate, betas=schedule.betas)
+        optimizer = torch.optim.Adam([{"params": [one], "size": _size(one)} for one in trained], betas=schedule.betas)
         for step in range(schedule.steps):
-            optimizer.param_groups[0]["lr"] = schedule.rate(step)
+            for group in optimizer.param_groups:
+                group["lr"] = schedule.rate(step) * group["size"]
             one = examples[next(order)]
             optimizer.zero_grad()
             loss = one.error(one.block.through(module)) / (usual * len(one.target) or 1.0)
@@ -119,6 +128,12 @@ def _order(count: int, seed: int) -> Iterator[int]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(count, generator=generator).tolist()
+
+
+def _size(parameter: Tensor) -> float:
+    """What its learning rate is relative to."""
+    size = max(float(parameter.detach().float().square().mean().sqrt()), SMALLEST)
+    return size / math.sqrt(parameter.shape[-1])
 
 
 def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -29,7 +29,7 @@ class Alignment:
     groups: which heads share is searched for, or neighbours do. refit: whether the output projection is refitted.
     heal: for how many steps each layer is healed; 0 leaves it out. heal_scope: whether the whole decoder layer is
         trained for that, norms and MLP included (experts are not), or its attention projections alone.
-    learning_rate: of healing, at its peak.
+    learning_rate: of healing, at its peak, relative to the size of what is trained (heal.Schedule).
     device: such as cuda:0; None takes a GPU where there is one.
     work: where the work so far is kept; None puts it beside the output.
     plot: a PNG of what a dry run predicts.
@@ -44,7 +44,7 @@ class Alignment:
     refit: bool = True
     heal: int = HEAL_STEPS
     heal_scope: str = "layer"
-    learning_rate: float = 3e-3
+    learning_rate: float = 0.8
     device: str | None = None
     work: Path | None = None
     plot: Path | None = None

@@ -1,6 +1,8 @@
 """Refitting's normal equations, errors of blocks, and healing, on blocks whose answers are known."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from walking import WINDOWS, stock
 
-from headpool.convert.aligned.heal import Schedule, heal
+from headpool.convert.aligned.heal import SMALLEST, Schedule, heal
 from headpool.convert.aligned.replay import Example, Examples, normal_equations, relative_error
 from headpool.convert.aligned.walk import Block, Layer, Walk
 from headpool.convert.aligned.work import Work
@@ -95,15 +97,15 @@ def test_healing_brings_a_block_back(layer: Layer) -> None:
     attention = changed(layer)
     held_out = Examples(layer, slice(4, 5))
     before = relative_error(attention, held_out)
-    healed = heal(attention, Examples(layer, slice(0, 4)), held_out, Schedule(60, 3e-3))
+    healed = heal(attention, Examples(layer, slice(0, 4)), held_out, Schedule(60, 0.7))
     assert healed.errors[0] == before
     assert sorted(healed.errors) == [0, *(round(60 * part / 8 + 0.49) for part in range(1, 9))]
     assert healed.best == relative_error(attention, held_out) < before / 2
     assert not any(one.requires_grad or one.grad is not None for one in attention.parameters())
     again = changed(layer)
-    assert heal(again, Examples(layer, slice(0, 4)), held_out, Schedule(60, 3e-3)).errors == healed.errors
+    assert heal(again, Examples(layer, slice(0, 4)), held_out, Schedule(60, 0.7)).errors == healed.errors
     assert all(torch.equal(*pair) for pair in zip(again.parameters(), attention.parameters(), strict=True))
-    other = heal(changed(layer), Examples(layer, slice(0, 4)), held_out, Schedule(60, 3e-3), seed=1)
+    other = heal(changed(layer), Examples(layer, slice(0, 4)), held_out, Schedule(60, 0.7), seed=1)
     assert other.errors != healed.errors
 
 
@@ -157,10 +159,24 @@ def test_a_linear_block_is_healed_to_least_squares() -> None:
     )
     best = torch.linalg.lstsq(x, y).solution
     module = Linear(torch.zeros(3, 3))
-    healed = heal(module, examples, examples, Schedule(800, 3e-2, evaluations=50))
+    healed = heal(module, examples, examples, Schedule(800, 5e-2 / SMALLEST, evaluations=50))
     expected = float((x @ best - y).square().sum() / y.square().sum())
     assert healed.best == pytest.approx(expected, rel=1e-2)
     assert healed.errors[0] == 1.0
+
+
+def test_rates_are_relative_to_the_size_of_what_is_trained() -> None:
+    """A block whose weights are a thousand times as large, on inputs a thousandth the size, computes and learns the
+    same.
+    """
+    learnt = []
+    for scale in (1.0, 1000.0):
+        examples = [replace(one, block=replace(one.block, x=one.block.x / scale)) for one in drawn(0, 3, 4)]
+        module = Linear(torch.randn(4, 4, generator=torch.Generator().manual_seed(1)) * scale)
+        schedule = Schedule(40, 0.1, clip=math.inf)
+        learnt.append(list(heal(module, examples, examples, schedule).errors.values()))
+    assert learnt[1] == pytest.approx(learnt[0], rel=1e-3)
+    assert learnt[0][-1] < 0.7 * learnt[0][0]
 
 
 def test_a_block_that_is_broken_is_refused() -> None:
