@@ -328,7 +328,7 @@ def provenance(
             "source": cache_facts(source.config, shapes, None if to is None else plan.output_dtype),
             "output": cache_facts(config, shapes, plan.output_dtype),
         },
-        "recipe": _recipe(plan, seed, alignment, max_shard_size),
+        "recipe": _recipe(plan, seed, facts, alignment, max_shard_size),
         "versions": {name: metadata.version(name) for name in ("torch", "transformers")}
         | {"python": sys.version.split()[0]},
         "layers": [
@@ -352,8 +352,8 @@ def _gains(plan: Plan, layer: int) -> dict[str, str]:
     return {"key_gains": _GAINS[plan.method.name]} if set(names) & set(plan.changed_in(layer)) else {}
 
 
-def _recipe(plan: Plan, seed: int, alignment: Alignment, max_shard_size: int | None) -> str:
-    """The conversion as a recipe that others can run."""
+def _recipe(plan: Plan, seed: int, facts: dict[str, Any], alignment: Alignment, max_shard_size: int | None) -> str:
+    """The conversion as a recipe that others can run, with the window that was left to default."""
     source, text = plan.source.origin or plan.source, alignment.calibration
     hashes = {} if source.revision else {source.name: source.headers_sha256()}
     section: dict[str, Any] = {"kv_heads": plan.kv_heads, "method": plan.method.name}
@@ -364,6 +364,7 @@ def _recipe(plan: Plan, seed: int, alignment: Alignment, max_shard_size: int | N
     if max_shard_size is not None:
         section["max_shard_size"] = str(max_shard_size)
     section |= alignment.recipe() if plan.method.aligned else alignment.text_recipe()
+    section |= {key: facts["options"][key] for key in ("calibration_window",) if key in facts.get("options", {})}
     if text is not None and is_file_name(text.name):
         hashes[text.name] = text.sha256
     model = {"model": source.name} | ({"revision": source.revision} if source.revision else {})

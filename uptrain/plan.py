@@ -204,5 +204,5 @@ def provenance(plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:
         shapes = {name: (record.dtype, record.shape) for name, record in source.tensors.items()}
         cache = cache_facts(source.config, shapes)
         held = {"source": source.as_origin(), "cache": {"source": cache, "output": cache}}
-    recipe = portable(plan.recipe, revision=held["source"]["revision"])
-    return {**held, "uptrain": {**details, "recipe": recipe}}
+    made = {**held, "uptrain": details}
+    return {**held, "uptrain": {**details, "recipe": portable(plan.recipe, made)}}

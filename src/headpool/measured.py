@@ -34,8 +34,7 @@ def card_files(
     values = _published(directory, report)
     if recipe is None and values["recipe"] is not None:
         recipe = Recipe.model_validate(yaml.safe_load(values["recipe"]))
-    revision = (read_provenance(directory) or {}).get("source", {}).get("revision")
-    values["recipe"] = None if recipe is None else portable(recipe, revision=revision)
+    values["recipe"] = None if recipe is None else portable(recipe, read_provenance(directory) or {}, values)
     shown = ReportFile.model_validate(values)
     drawn = {plot.name: plots.png(plot.figure) for plot in figures(shown) if plot.name in PLOTS}
     place = place or directory.resolve().name

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from headpool.checkpoint import open_source
+from headpool.pinned import pinned
 
 if TYPE_CHECKING:
     from headpool.recipe import Recipe
@@ -27,16 +28,15 @@ DATA = tuple(key for key in INPUTS if key.startswith(("convert.", "eval.data", "
 """Those that are text."""
 
 
-def portable(recipe: "Recipe", *, revision: str | None = None) -> str:
+def portable(recipe: "Recipe", done: Mapping[str, Any], report: Mapping[str, Any] | None = None) -> str:
     """The recipe as YAML with each local path as the file's own name; a comment on top lists them with their SHA-256.
 
-    Of a checkpoint directory it is that of config and headers. Where several have one name, as much of their folders
-    as tells them apart stands before it. What `launch` says of machines and accounts is left out. revision: the commit
-    of a model from the hub that the recipe does not pin. Large files are read whole, once in the life of a process.
+    done, report: headpool.json of what it made and the report.json on that, by which defaults, and the commit of a
+    model from the hub, are pinned. Of a checkpoint directory the SHA-256 is that of config and headers. Where several
+    have one name, as much of their folders as tells them apart stands before it. What `launch` says of machines and
+    accounts is left out. Large files are read whole, once in the life of a process.
     """
-    values = recipe.model_dump(mode="json", exclude_defaults=True) | {"output": Path(recipe.output).name}
-    if revision is not None:
-        values["revision"] = revision
+    values = pinned(recipe, done, report) | {"output": Path(recipe.output).name}
     launch = (values.get("uptrain") or {}).get("launch") or {}
     if launch:
         public = {key: value for key, value in launch.items() if key.replace("-", "_") not in PRIVATE}

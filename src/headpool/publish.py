@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headpool import __version__, card
+from headpool import __version__, card, card_parts
 from headpool.check import Check, Report
 from headpool.checkpoint import CARD, PROVENANCE, SIDECARS, SOURCE_CARD, Source, open_source
 from headpool.errors import RequestError, first_line
@@ -195,9 +195,9 @@ def _pack(directory: Path, repo_id: str, licence: str | None, report: Path | Non
         )
     if licence is not None and licence != named:
         raise RequestError(f"the licence on the card is {named}; --license {licence} would contradict it")
-    marks = any(str(key).startswith("extra_gated") for key in card.source_metadata(directory))
+    marks = any(str(key).startswith("extra_gated") for key in card_parts.source_metadata(directory))
     left_out = tuple(sorted(found - set(files)))
-    return _Parcel(source, files, left_out, str(named), card.base_model(done), marks, warnings)
+    return _Parcel(source, files, left_out, str(named), card_parts.base_model(done), marks, warnings)
 
 
 def _open(directory: Path) -> Source:
@@ -263,7 +263,7 @@ def _is_allowed(name: str) -> bool:
     folder, _, base = name.rpartition("/")
     if folder:
         return any(folder == one.split("/")[0] and fnmatch.fnmatchcase(name, one) for one in TEMPLATES)
-    if card.LEGAL.match(base):
+    if card_parts.LEGAL.match(base):
         return True
     lower = base.lower()
     return KINDS.fullmatch(lower) is not None and any(fnmatch.fnmatchcase(lower, one) for one in NAMES)
@@ -321,7 +321,7 @@ def _check_consent(parcel: _Parcel, place: Place, *, accepted: bool) -> None:
             f"{name} is gated: its licence holds for this model, too; pass --accept-base-license if you have accepted "
             "it and may publish what was made from it"
         )
-    if not any(card.LEGAL.match(one) for one in parcel.files):
+    if not any(card_parts.LEGAL.match(one) for one in parcel.files):
         raise RequestError(
             f"{name} is gated, and its licence is not beside the checkpoint; put LICENSE, and NOTICE, there"
         )

@@ -78,7 +78,9 @@ class EvalSection(Section):
     window: Positive | None = Field(None, description="tokens per window; default: the model's positions, at most 2048")
     stride: Positive | None = Field(None, description="tokens between windows; default: the window")
     batch_size: Positive = Field(8, description="windows per forward pass")
-    dtype: Dtype | None = Field(None, description="default: float32 on a CPU, the checkpoint's on a GPU")
+    dtype: Dtype | Literal["auto"] | None = Field(
+        None, description="auto: the checkpoint's; default: float32 on a CPU, auto on a GPU"
+    )
     device: str | None = Field(None, description="such as cpu or cuda:0; default: a GPU where there is one")
     contexts: tuple[Annotated[int, Field(ge=2)], ...] = Field((), description="tokens in the cache to time decoding at")
     batches: tuple[Positive, ...] = Field((1,), min_length=1, description="sequences decoded at a time")

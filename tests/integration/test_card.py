@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import training
 import yaml
 from huggingface_hub import ModelCard
 
-from headpool.card import base_model, draw_card
+from headpool import __version__
+from headpool.card import draw_card
+from headpool.card_parts import base_model
 from headpool.columns import columns, table
 from headpool.convert.run import convert_checkpoint
 from headpool.pipeline import run_recipe
@@ -145,26 +148,58 @@ def test_no_path_of_this_machine(ran: Path, name: str) -> None:
         assert not re.search(r"(?<![\w.:/<)])/(?:tmp|home|root|usr|var|private)\b", text), file
 
 
-def test_the_recipe_on_the_card_runs_from_another_folder(ran: Path, tmp_path: Path) -> None:
-    card = (ran / "run" / "uptrained" / "README.md").read_text()
-    text = re.search(r"```yaml\n(.*?)```", card, re.DOTALL)
-    assert text is not None
-    digests = dict(re.findall(r"(?m)^#   (\S+)  ([0-9a-f]{64})$", text[1]))
+def recipe_on(card: str) -> str:
+    found = re.search(r"```yaml\n(.*?)```", card, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.usefixtures("quick_check")
+def test_the_recipe_on_the_card_makes_it_again_elsewhere(
+    ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another folder, and on a machine that would compute in another precision if it were left to itself."""
+    text = recipe_on((ran / "run" / "uptrained" / "README.md").read_text())
+    digests = dict(re.findall(r"(?m)^#   (\S+)  ([0-9a-f]{64})$", text))
     assert set(digests) == {"model", "train.txt", "valid.txt"}
     for name in ("train.txt", "valid.txt"):
         shutil.copyfile(ran / name, tmp_path / name)
         assert hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() == digests[name]
     (tmp_path / "model").symlink_to(ran / "model")
-    (tmp_path / "recipe.yaml").write_text(text[1])
-    again = load_recipe(str(tmp_path / "recipe.yaml"))
-    first = recipe(ran)
-    assert again.convert == first.convert
-    assert again.uptrain is not None
-    assert first.uptrain is not None
-    assert again.uptrain.model_dump(exclude={"data", "validation"}) == first.uptrain.model_dump(
-        exclude={"data", "validation"}
+    (tmp_path / "recipe.yaml").write_text(text)
+    monkeypatch.setattr("headpool.uptrain.plan.default_precision", lambda: "bf16")
+    monkeypatch.setattr("headpool.uptrain.parallel.default_precision", lambda: "bf16")
+    monkeypatch.chdir(tmp_path)
+    assert run_recipe(load_recipe("recipe.yaml", ["eval=null"])).output == "run"
+    first, again = ran / "run" / "uptrained", tmp_path / "run" / "uptrained"
+    assert (again / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+    values = {key: value for key, value in yaml.safe_load(text).items() if key != "eval"}
+    assert yaml.safe_load(recipe_on((again / "README.md").read_text())) == values
+
+
+def test_the_recipe_on_the_card_holds_what_defaults_became(ran: Path) -> None:
+    values = yaml.safe_load(recipe_on((ran / "run" / "uptrained" / "README.md").read_text()))
+    assert values["seed"] == 0
+    assert values["convert"] == {"kv_heads": 4, "method": "mean"}
+    assert values["eval"] == {
+        "data": "valid.txt", "window": 64, "stride": 64, "batch_size": 8, "dtype": "float32", "contexts": [8, 32],
+        "batches": [1],
+    }  # fmt: skip
+    chosen = values["uptrain"]
+    assert (chosen["precision"], chosen["optimizer"], chosen["betas"], chosen["clip"]) == (
+        "fp32", "adamw", [0.9, 0.95], 1.0,
+    )  # fmt: skip
+    assert chosen["schedule"] == {"shape": "cosine", "warmup": 0.05, "final": 0.1, "decay": 0.2}
+    converted = yaml.safe_load(recipe_on((ran / "run" / "converted" / "README.md").read_text()))
+    assert converted == {key: value for key, value in values.items() if key != "uptrain"}
+
+
+def test_the_card_names_the_versions_to_install(ran: Path) -> None:
+    versions = {name: metadata.version(name).split("+")[0] for name in ("torch", "transformers", "accelerate")}
+    wanted = " ".join(
+        ["pip install", *(f"{name}=={one}" for name, one in {"headpool": __version__, **versions}.items())]
     )
-    assert again.uptrain.data[0].path == str(tmp_path / "train.txt")
+    assert f"`{wanted}`" in (ran / "run" / "uptrained" / "README.md").read_text()
 
 
 def test_what_lies_beside_the_card(ran: Path) -> None:

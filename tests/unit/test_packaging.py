@@ -17,8 +17,8 @@ FOLDERS = {name: ROOT / folder for name, folder in CONFIG["package-dir"].items()
 BASE = {
     "errors", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint", "destination",
     "hub", "kv_fields", "progress", "drawing", "plots", "text", "score", "recipe", "sections", "check", "rounding",
-    "loading", "tensors", "card", "columns", "portable", "uploading", "console", "family_data", "composite", "opening",
-    "__init__",
+    "loading", "tensors", "card", "columns", "portable", "pinned", "uploading", "console", "family_data", "composite",
+    "opening", "card_parts", "__init__",
 }  # fmt: skip
 LEVELS = {
     "convert": 1,

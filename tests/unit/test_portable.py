@@ -15,7 +15,7 @@ from headpool.recipe import Recipe
 def shown(**uptrain: Any) -> tuple[str, dict[str, Any], dict[str, str]]:
     """The text for a recipe with this uptrain section, its values, and the hashes on top."""
     recipe = Recipe.model_validate({"model": "some/model", "output": "/srv/me/out", "uptrain": uptrain})
-    text = portable(recipe)
+    text = portable(recipe, {})
     return text, yaml.safe_load(text), dict(re.findall(r"(?m)^#   (\S+)  ([0-9a-f]{64})$", text))
 
 
