@@ -1,10 +1,10 @@
-"""The check of a result without a process of its own."""
+"""The check of a result without a process of its own, and its card without a plot: both take longer than the rest."""
 
 from pathlib import Path
 
 import pytest
 
-from headpool import check
+from headpool import card, check
 from headpool.convert import run
 from headpool.uptrain import output
 
@@ -28,3 +28,4 @@ def check_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """For conversions and for uptraining."""
     monkeypatch.setattr(run, "Check", CheckHere)
     monkeypatch.setattr(output, "Check", CheckHere)
+    monkeypatch.setattr(card, "cache_plot", lambda done: {})

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from headpool import checkpoint
 from headpool.card_parts import Parts, source_metadata
 from headpool.checkpoint import CARD, SOURCE_CARD
-from headpool.columns import table
+from headpool.columns import columns, table
+from headpool.drawing import UNADAPTED
 from headpool.headers import read_json_object
 
 if TYPE_CHECKING:
@@ -32,11 +33,32 @@ FILES = (CARD, REPORT, *(f"{name}.png" for name in PLOTS))
 
 
 def write_card(directory: Path, place: str, config: Mapping[str, Any] | None = None) -> None:
-    """Draw README.md of a checkpoint that headpool made, at one stroke, from the files beside it.
+    """Draw README.md of a checkpoint that headpool has just made, at one stroke, from the files beside it; and the plot
+    that needs no evaluation.
 
     As `draw_card`. Raises OSError where it cannot be written; an earlier card is then still whole.
     """
-    replace_files(directory, {CARD: str(draw_card(directory, place, config=config)).encode()})
+    drawn = cache_plot(checkpoint.read_provenance(directory) or {})
+    card = draw_card(directory, place, config=config, plots=list(drawn))
+    replace_files(directory, {**{f"{name}.png": content for name, content in drawn.items()}, CARD: str(card).encode()})
+
+
+def cache_plot(done: Mapping[str, Any]) -> dict[str, bytes]:
+    """The cache against the context by headpool.json, as PNG under its name in PLOTS; empty where no cache is kept."""
+    from headpool import plots
+
+    known = columns(done, None)
+    if not any(size for one in known for size in one.bytes_at.values()):
+        return {}
+    models = [
+        {
+            "label": one.title,
+            "unadapted": one.title == UNADAPTED,
+            "curve": [{"tokens": tokens, "bytes": size} for tokens, size in one.bytes_at.items()],
+        }
+        for one in known
+    ]
+    return {"cache-against-context": plots.png(plots.cache_against_context(models))}
 
 
 def replace_files(directory: Path, files: Mapping[str, bytes]) -> None:

@@ -36,7 +36,7 @@ def columns(done: Mapping[str, Any], report: Mapping[str, Any] | None) -> list[C
 
 def table(models: Sequence[Column]) -> str:
     """Markdown: a row for each thing that is known of any model."""
-    lengths = sorted({length for one in models for length in one.bytes_at})
+    lengths = sorted({length for one in models for length in tabulated(one.bytes_at)})
     rows = [
         ("K/V heads", [_heads(one.kv_heads) for one in models]),
         ("K/V cache per token", [format_bytes(one.bytes_per_token) for one in models]),
@@ -84,7 +84,7 @@ def _measured(model: Mapping[str, Any]) -> Column:
         kv_heads=model["kv_heads"],
         dtype=size["checkpoint_dtype"],
         bytes_per_token=size["formula_in_checkpoint_dtype"],
-        bytes_at={length: curve[length] for length in tabulated(curve)},
+        bytes_at=curve,
         measured=model,
     )
 

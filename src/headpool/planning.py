@@ -146,19 +146,20 @@ TABULATED = (8192, 32768)
 
 def cache_facts(config: Mapping[str, Any], shapes: Shapes | None, dtype: str | None = None) -> dict[str, Any]:
     """A model's K/V cache by the formula, in JSON's types: dtype (the given one, else the model's), kv_heads (a number,
-    or a list where layers differ), bytes_per_token, and bytes_at: those of one sequence by its length in tokens.
+    or a list where layers differ), bytes_per_token, and bytes_at: those of one sequence by its length in tokens, for
+    the lengths of `geometry.cache_curve`.
     """
     layers = geometry.layers(config)
     dtype = dtype or _dtype(config, shapes)
     itemsize = headers.BITS[headers.FLOAT_DTYPES[dtype]] // 8
     positions = families.get(config, families.find_family(config), "max_position_embeddings")
-    curve = dict(geometry.cache_curve(layers, itemsize=itemsize, positions=positions))
+    curve = geometry.cache_curve(layers, itemsize=itemsize, positions=positions)
     counts = [layer.kv_heads for layer in layers if layer.kind != "none"]
     return {
         "dtype": dtype,
         "kv_heads": counts[0] if len(set(counts)) == 1 else counts,
         "bytes_per_token": geometry.cache_bytes_per_token(layers, itemsize),
-        "bytes_at": {str(length): curve[length] for length in tabulated(curve)},
+        "bytes_at": {str(length): size for length, size in curve},
     }
 
 

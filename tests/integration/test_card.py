@@ -18,7 +18,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from headpool import __version__
-from headpool.card import draw_card
+from headpool.card import cache_plot, draw_card
 from headpool.card_parts import base_model
 from headpool.columns import columns, table
 from headpool.convert.run import convert_checkpoint
@@ -218,6 +218,32 @@ def test_what_lies_beside_the_card(ran: Path) -> None:
         assert "[LICENSE](LICENSE)" in card
         assert not list(directory.glob(".*")), "nothing half-written"
         tiny.load(directory)
+
+
+@pytest.mark.usefixtures("quick_check")
+def test_a_conversion_s_card_shows_the_cache_before_any_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 layers of 12, then 4 K/V heads of 8 in float32, keys and values: 1536 and 512 bytes a token, up to 128."""
+    monkeypatch.setattr("headpool.card.cache_plot", cache_plot)
+    drawn: list[Any] = []
+    monkeypatch.setattr("headpool.plots.png", lambda figure: drawn.append(figure) or b"\x89PNG")
+    convert_checkpoint(str(tiny.checkpoint(tmp_path / "model")), tmp_path / "out", kv_heads=4)
+    assert (tmp_path / "out" / "cache-against-context.png").read_bytes() == b"\x89PNG"
+    assert "](cache-against-context.png)" in (tmp_path / "out" / "README.md").read_text()
+    (figure,) = drawn
+    curves = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+    lengths = [2**power for power in range(8)]
+    assert curves["original"] == [[tokens, 1536 * tokens] for tokens in lengths]
+    assert curves["converted, not yet uptrained"] == [[tokens, 512 * tokens] for tokens in lengths]
+    kept = held(tmp_path / "out", "headpool.json")["cache"]["output"]["bytes_at"]
+    assert kept == {str(tokens): 512 * tokens for tokens in lengths}
+
+
+def test_nothing_is_drawn_where_no_cache_is_kept() -> None:
+    empty = {"dtype": "float32", "kv_heads": 4, "bytes_per_token": 0, "bytes_at": {"1": 0, "2": 0}}
+    assert cache_plot({"method": "mean", "cache": {"source": empty, "output": empty}}) == {}
+    assert cache_plot({}) == {}
 
 
 def test_a_card_is_outside_fingerprints_and_drawn_again_where_it_is_gone(ran: Path) -> None:
