@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headpool.convert.aligned.options import Alignment
-    from headpool.convert.run import Conversion, convert_checkpoint
+    from headpool.convert.result import Conversion
+    from headpool.convert.run import convert_checkpoint
 
 __all__ = ["Alignment", "Conversion", "convert_checkpoint"]
 

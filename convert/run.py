@@ -6,97 +6,27 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headpool import __version__, opening
+from headpool import opening
 from headpool.card import write_card
 from headpool.check import Check, Report
 from headpool.checkpoint import PROVENANCE, Source, open_source
 from headpool.convert.aligned.options import TEXT, Alignment, Prediction
 from headpool.convert.plan import Plan, plan_conversion
+from headpool.convert.provenance import classes, provenance
+from headpool.convert.result import Conversion
 from headpool.convert.shards import Progress, write_headers, write_tensors
 from headpool.convert.transcode.plan import Transcript, transcribe, work_directory
 from headpool.destination import check_destination, check_space, staged
 from headpool.errors import HeadpoolError, RequestError
 from headpool.headers import read_json_object
-from headpool.planning import cache_facts
-from headpool.portable import recipe_text
-from headpool.text import is_file_name
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _CONFIG = ".config"
 """Where config.json waits inside the staging directory: until it moves up, nothing there loads."""
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What a conversion did: sizes in bytes, times in seconds.
-
-    `layers`: what method aligned found of each; `predictions` and `estimate`: what a dry run of it tells.
-    `peak_rss_bytes` is the operating system's figure for the larger of this process and its check. `copied` says that
-    the source had `kv_heads` K/V heads already, `transcoded` the model types that it went "from" and "to", if any.
-    """
-
-    output: str
-    method: str
-    source_kv_heads: int
-    kv_heads: int
-    pooled_tensors: int
-    copied: bool
-    transcoded: dict[str, str] | None
-    dry_run: bool
-    output_bytes: int
-    seconds: float
-    peak_rss_bytes: int
-    warnings: tuple[str, ...] = ()
-    layers: tuple[dict[str, Any], ...] = ()
-    predictions: tuple[Prediction, ...] = ()
-    estimate: dict[str, Any] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def describe(self) -> "RenderableType":
-        """For a person: what was done in words, and what is predicted as a table."""
-        from rich.console import Group
-
-        if self.estimate is None:
-            return self._words()
-        needed = (f"{self.estimate[f'{what}_bytes'] / 2**30:.2f} GiB of {what}" for what in ("memory", "disk"))
-        return Group(self._words(), _table(self.predictions), f"aligning needs at most {' and '.join(needed)}")
-
-    def _words(self) -> str:
-        verb = "would write" if self.dry_run else "wrote"
-        what = f"method {self.method}"
-        if self.copied:
-            what = "nothing to pool" + ("" if self.transcoded else ": a copy")
-        if self.transcoded:
-            what = f"{self.transcoded['from']} as {self.transcoded['to']}, {what}"
-        result = (
-            f"{verb} {self.output}: {self.source_kv_heads} -> {self.kv_heads} K/V heads ({what}), "
-            f"{self.pooled_tensors} tensors pooled, {self.output_bytes / 1e9:,.3f} GB in {self.seconds:.1f} s"
-        )
-        lines = [result, *(f"warning: {warning}" for warning in self.warnings)]
-        if not self.copied:
-            lines.append("It is not uptrained yet: expect it to be worse than its source until it is.")
-        return "\n".join(lines)
-
-
-def _table(predictions: tuple[Prediction, ...]) -> "RenderableType":
-    from rich.table import Table
-
-    table = Table(caption="lost energy, mean over the layers, before refit and healing", caption_justify="left")
-    for column in ("K/V heads", "cache bytes/token", "keys lost", "values lost"):
-        table.add_column(column, justify="right")
-    for one in predictions:
-        table.add_row(str(one.kv_heads), f"{one.cache_bytes_per_token:,}", f"{one.keys:.2%}", f"{one.values:.2%}")
-    return table
 
 
 def convert_checkpoint(
@@ -135,14 +65,80 @@ def convert_checkpoint(
         HeadpoolError: writing failed; nothing is left behind.
     """
     begin = time.perf_counter()
+    source = _source(model, revision, out, overwrite=overwrite)
+    alignment = alignment or Alignment()
+    transcript = transcribe(source, work_directory(out), wanted=transcode)
+    work = _Work(
+        plan=_planned(source, transcript, kv_heads, method, dtype, max_shard_size, alignment),
+        transcript=transcript,
+        alignment=alignment,
+        out=out,
+        overwrite=overwrite,
+        seed=seed,
+        max_shard_size=max_shard_size,
+    )
+    _check(work, dry_run=dry_run)
+    found = _foreseen(work, transcoding) if dry_run else _made(work, progress, transcoding)
+    return Conversion(
+        output=str(out),
+        method=method,
+        source_kv_heads=work.plan.source_kv_heads,
+        kv_heads=kv_heads,
+        pooled_tensors=len(work.plan.changed),
+        copied=not work.plan.units,
+        transcoded=classes(work.plan),
+        dry_run=dry_run,
+        output_bytes=work.plan.nbytes,
+        seconds=time.perf_counter() - begin,
+        peak_rss_bytes=_peak_rss_bytes(),
+        warnings=found.warnings,
+        layers=found.layers,
+        predictions=found.predictions,
+        estimate=found.estimate,
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A conversion before it is done: its plan, what has to be there for that, and where it goes."""
+
+    plan: Plan
+    transcript: Transcript | None
+    alignment: Alignment
+    out: Path
+    overwrite: bool
+    seed: int
+    max_shard_size: int | None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a conversion, or a dry run of it, has to tell besides what was planned."""
+
+    warnings: tuple[str, ...] = ()
+    layers: tuple[dict[str, Any], ...] = ()
+    predictions: tuple[Prediction, ...] = ()
+    estimate: dict[str, Any] | None = None
+
+
+def _source(model: str, revision: str | None, out: Path, *, overwrite: bool) -> Source:
+    """What is to be converted. Raises RequestError also where it could not be written to `out`."""
     check_destination(out, overwrite=overwrite, source=Path(model) if Path(model).is_dir() else None)
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
         raise RequestError(f"{out} holds no checkpoint, and --overwrite replaces nothing else")
-    source = open_source(model, revision)
-    alignment = alignment or Alignment()
-    work = work_directory(out)
-    transcript = transcribe(source, work, wanted=transcode)
-    plan = plan_conversion(
+    return open_source(model, revision)
+
+
+def _planned(
+    source: Source,
+    transcript: Transcript | None,
+    kv_heads: int,
+    method: str,
+    dtype: str | None,
+    max_shard_size: int | None,
+    alignment: Alignment,
+) -> Plan:
+    return plan_conversion(
         source if transcript is None else transcript.planned,
         kv_heads=kv_heads,
         method=method,
@@ -150,42 +146,38 @@ def convert_checkpoint(
         max_shard_size=max_shard_size,
         whole_layers=method == "aligned" and alignment.whole_layers,
     )
-    check_space(out, plan.nbytes + (0 if transcript is None else transcript.nbytes))
+
+
+def _check(work: _Work, *, dry_run: bool) -> None:
+    """RequestError for what the plan says is impossible, HeadpoolError where there is no room for it."""
+    plan, alignment = work.plan, work.alignment
+    check_space(work.out, plan.nbytes + (0 if work.transcript is None else work.transcript.nbytes))
     _check_alignment(plan, alignment)
     if alignment.plot is not None and not (dry_run and plan.method.aligned and alignment.calibration is not None):
         raise RequestError("a plot is made of what a dry run with calibration text predicts")
-    warnings: tuple[str, ...] = ()
-    predictions: Sequence[Prediction] = ()
-    estimate: dict[str, Any] | None = None
-    facts: dict[str, Any] = {}
-    predicts = dry_run and plan.method.aligned and alignment.calibration is not None and bool(plan.units)
-    with _written(transcript, work, transcoding) if predicts or not dry_run else contextlib.nullcontext():
-        if not dry_run:
-            with _prepared(plan, out, alignment, seed) as (prepared, facts):
-                done = provenance(plan, seed, facts, alignment, max_shard_size)
-                warnings = _write(plan, out, done, prepared, overwrite=overwrite, seed=seed, progress=progress)
-                warnings += _short_of_text(alignment, facts)
-        elif predicts:
-            from headpool.convert.aligned.predict import predict
 
-            predictions, estimate = predict(plan, alignment, seed)
-    return Conversion(
-        output=str(out),
-        method=method,
-        source_kv_heads=plan.source_kv_heads,
-        kv_heads=kv_heads,
-        pooled_tensors=len(plan.changed),
-        copied=not plan.units,
-        transcoded=_classes(plan),
-        dry_run=dry_run,
-        output_bytes=plan.nbytes,
-        seconds=time.perf_counter() - begin,
-        peak_rss_bytes=_peak_rss_bytes(),
-        warnings=warnings,
-        layers=tuple(facts.get("layers", ())),
-        predictions=tuple(predictions),
-        estimate=estimate,
-    )
+
+def _foreseen(work: _Work, transcoding: Progress) -> _Found:
+    """What aligning on text would lose, for every number of K/V heads; nothing for other methods."""
+    if not (work.plan.method.aligned and work.alignment.calibration is not None and work.plan.units):
+        return _Found()
+    from headpool.convert.aligned.predict import predict
+
+    with _written(work.transcript, work_directory(work.out), transcoding):
+        predictions, estimate = predict(work.plan, work.alignment, work.seed)
+    return _Found(predictions=tuple(predictions), estimate=estimate)
+
+
+def _made(work: _Work, progress: Progress, transcoding: Progress) -> _Found:
+    """Do it: transcode where that is planned, compute what the method needs, write, check, rename."""
+    plan, alignment = work.plan, work.alignment
+    with (
+        _written(work.transcript, work_directory(work.out), transcoding),
+        _prepared(plan, work.out, alignment, work.seed) as (prepared, facts),
+    ):
+        done = provenance(plan, work.seed, facts, alignment, work.max_shard_size)
+        warnings = _write(plan, work.out, done, prepared, overwrite=work.overwrite, seed=work.seed, progress=progress)
+    return _Found(warnings=(*warnings, *_short_of_text(alignment, facts)), layers=tuple(facts.get("layers", ())))
 
 
 def _check_alignment(plan: Plan, alignment: Alignment) -> None:
@@ -293,82 +285,6 @@ def _judge(report: Report, source: Source) -> Report | None:
     if worse := report.beyond(original):
         raise RequestError(f"the result does not fit its class, and was removed: {worse}")
     return report
-
-
-def _classes(plan: Plan) -> dict[str, str] | None:
-    """The model types between which a conversion transcodes."""
-    if plan.source.origin is None:
-        return None
-    return {"from": plan.source.origin.config["model_type"], "to": plan.source.config["model_type"]}
-
-
-def provenance(
-    plan: Plan, seed: int, facts: dict[str, Any], alignment: Alignment, max_shard_size: int | None
-) -> dict[str, Any]:
-    """headpool.json: what was done, from what, with which versions. It holds no time and no path of this machine.
-
-    facts: what method aligned found: "options", and "layers" with the figures of each layer that it changed.
-    """
-    figures = {
-        one["layer"]: {name: value for name, value in one.items() if name not in ("layer", "seconds")}
-        for one in facts.get("layers", ())
-    }
-    source, to = plan.source, _classes(plan)
-    shapes = {name: (record.dtype, record.shape) for name, record in source.tensors.items()}
-    config = read_json_object(plan.config_text.encode(), "config.json")
-    return {
-        "headpool": __version__,
-        "method": plan.method.name,
-        "kv_heads": plan.kv_heads,
-        "source_kv_heads": plan.source_kv_heads,
-        "source": (source.origin or source).as_origin(),
-        **({} if to is None else {"transcoded": to}),
-        "options": {"seed": seed, "dtype": plan.output_dtype, "shards": len(plan.shards), **facts.get("options", {})},
-        "cache": {
-            "source": cache_facts(source.config, shapes, None if to is None else plan.output_dtype),
-            "output": cache_facts(config, shapes, plan.output_dtype),
-        },
-        "recipe": _recipe(plan, seed, facts, alignment, max_shard_size),
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers")}
-        | {"python": sys.version.split()[0]},
-        "layers": [
-            {"layer": index, "source_kv_heads": old.kv_heads, "kv_heads": new.kv_heads}
-            | _gains(plan, index)
-            | figures.get(index, {})
-            for index, (old, new) in enumerate(zip(plan.before, plan.after, strict=True))
-        ],
-        "changed": plan.changed,
-        "opens_in": opening.opens_in(config),
-        "warnings": list(opening.warnings(config)),
-    }
-
-
-_GAINS = {"mean": "mean of the group's", "first": "the group's first", "random": "ones"}
-
-
-def _gains(plan: Plan, layer: int) -> dict[str, str]:
-    """What became of the gains that norms have for each key head, where the conversion changed them."""
-    names = plan.layout.gain_names(layer, plan.after[layer].kv_heads)
-    return {"key_gains": _GAINS[plan.method.name]} if set(names) & set(plan.changed_in(layer)) else {}
-
-
-def _recipe(plan: Plan, seed: int, facts: dict[str, Any], alignment: Alignment, max_shard_size: int | None) -> str:
-    """The conversion as a recipe that others can run, with the window that was left to default."""
-    source, text = plan.source.origin or plan.source, alignment.calibration
-    hashes = {} if source.revision else {source.name: source.headers_sha256()}
-    section: dict[str, Any] = {"kv_heads": plan.kv_heads, "method": plan.method.name}
-    if plan.source.origin is not None:
-        section["transcode"] = True
-    if plan.output_dtype is not None:
-        section["dtype"] = plan.output_dtype
-    if max_shard_size is not None:
-        section["max_shard_size"] = str(max_shard_size)
-    section |= alignment.recipe() if plan.method.aligned else alignment.text_recipe()
-    section |= {key: facts["options"][key] for key in ("calibration_window",) if key in facts.get("options", {})}
-    if text is not None and is_file_name(text.name):
-        hashes[text.name] = text.sha256
-    model = {"model": source.name} | ({"revision": source.revision} if source.revision else {})
-    return recipe_text({**model, "seed": seed, "convert": section}, hashes)
 
 
 def _peak_rss_bytes() -> int:
