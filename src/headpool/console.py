@@ -32,7 +32,8 @@ def run_to_exit(app: Callable[[], Any]) -> None:
                 sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit would try, and fail, once more
-        _fail(error.strerror or str(error), 1)
+        where = f"{error.filename}: " if error.filename is not None else ""
+        _fail(f"{where}{error.strerror or error}", 1)
     except HeadpoolError as error:
         _fail(str(error), error.exit_code)
     except Signalled as stop:

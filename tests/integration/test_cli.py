@@ -153,6 +153,12 @@ def test_a_full_standard_output_is_one_line_and_no_traceback(arguments: list[Any
     assert done.stderr.splitlines() == ["headpool: No space left on device"]
 
 
+def test_a_file_that_is_not_to_be_read_is_named() -> None:
+    script = 'from headpool.console import run_to_exit; run_to_exit(lambda: open("gone/x"))'
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "headpool: gone/x: No such file or directory\n")
+
+
 def test_failures_exit_with_1(tmp_path: Path) -> None:
     script = f"""
 import resource, sys, headpool.cli

@@ -24,7 +24,6 @@ import yaml
 from typer.testing import CliRunner
 
 from headpool import drawing
-from headpool import publish as publishing
 from headpool.cli import app
 from headpool.eval import measure
 from headpool.sections import UptrainSection
@@ -83,7 +82,6 @@ def commands(text: str) -> list[str]:
 def folder(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a reader sits: with a hub, and the files that the pages take for granted."""
     here.check_here(monkeypatch)
-    monkeypatch.setattr(publishing, "Check", here.CheckHere)
     monkeypatch.setattr(measure, "NEW_TOKENS", 4)
     monkeypatch.setitem(drawing.STYLE, "savefig.dpi", 20)
     work = tmp_path / "work"
@@ -257,9 +255,20 @@ def test_yaml_in_the_pages_is_yaml() -> None:
             assert isinstance(yaml.safe_load(text), dict)
 
 
-def test_completion_knows_the_verbs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("asked", "offered"),
+    [
+        ({"_HEADPOOL_COMPLETE": "complete_bash", "COMP_WORDS": "headpool pub", "COMP_CWORD": "1"}, r"publish\n"),
+        ({"_HEADPOOL_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "headpool pub"}, r'.*\(\("publish":".*"\)\)\n'),
+        (
+            {"_HEADPOOL_COMPLETE": "complete_bash", "COMP_WORDS": "headpool run quick", "COMP_CWORD": "2"},
+            r"quickstart/\S+(\nquickstart/\S+)*\n",
+        ),
+    ],
+    ids=["bash", "zsh", "recipes"],
+)
+def test_completion(tmp_path: Path, asked: dict[str, str], offered: str) -> None:
     script = shutil.which("headpool", path=str(Path(sys.executable).parent))
     assert script is not None, "headpool is not installed"
-    asked = {"_HEADPOOL_COMPLETE": "complete_bash", "COMP_WORDS": "headpool pub", "COMP_CWORD": "1"}
     done = subprocess.run([script], capture_output=True, text=True, check=False, cwd=tmp_path, env=asked)
-    assert done.stdout.split() == ["publish"]
+    assert re.fullmatch(offered, done.stdout), (done.stdout, done.stderr)

@@ -18,7 +18,7 @@ BASE = {
     "errors", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint", "destination",
     "hub", "kv_fields", "progress", "drawing", "plots", "text", "score", "recipe", "sections", "check", "rounding",
     "loading", "tensors", "card", "columns", "portable", "pinned", "uploading", "console", "family_data", "composite",
-    "opening", "card_parts", "__init__",
+    "opening", "card_parts", "licences", "__init__",
 }  # fmt: skip
 LEVELS = {
     "convert": 1,
@@ -27,10 +27,11 @@ LEVELS = {
     "launch": 2,
     "catalogue": 2,
     "measured": 2,
-    "publish": 3,
-    "pipeline": 3,
-    "cli": 4,
-    "__main__": 5,
+    "parcel": 3,
+    "publish": 4,
+    "pipeline": 4,
+    "cli": 5,
+    "__main__": 6,
 }
 """What may import what: a module imports from its own part or from lower levels. The base is level 0."""
 
@@ -40,7 +41,11 @@ def test_the_mapping_is_the_folders_on_disk() -> None:
     for name, folder in FOLDERS.items():
         assert (folder / "__init__.py").is_file(), name
         assert name.rsplit(".", 1)[-1] == folder.name
-    packages = {path.parent for pattern in ("*/__init__.py", "*/*/__init__.py") for path in ROOT.glob(pattern)}
+    packages = {
+        path.parent
+        for pattern in ("*/__init__.py", "*/*/__init__.py", "src/*/*/__init__.py")
+        for path in ROOT.glob(pattern)
+    }
     assert packages == set(FOLDERS.values())
 
 
