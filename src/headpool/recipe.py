@@ -100,10 +100,10 @@ class Recipe(Section):
     model: str = Field(description="a checkpoint directory or a hub id")
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     output: str = Field(description="directory for everything that the run makes; default: headpool-out/NAME")
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="of method random and of the order of text")
     convert: ConvertSection | None = Field(None, description="absent: the model is evaluated or trained as it is")
-    eval: EvalSection | None = None
-    uptrain: UptrainSection | None = None
+    eval: EvalSection | None = Field(None, description="absent: nothing is measured")
+    uptrain: UptrainSection | None = Field(None, description="absent: nothing is trained")
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
@@ -136,9 +136,21 @@ def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def recipe_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a recipe's file, for editors. What spans several keys is beyond it."""
-    schema = Recipe.model_json_schema(mode="validation")
+    schema: dict[str, Any] = _with_grouped_digits(Recipe.model_json_schema(mode="validation"))
     schema["required"] = [key for key in schema["required"] if key != "output"]  # the file's name is its default
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "headpool recipe"}
+
+
+def _with_grouped_digits(schema: Any) -> Any:
+    """A schema for which 2_000 is a whole number, as for PyYAML (YAML 1.1): to editors, by YAML 1.2, it is a text."""
+    if isinstance(schema, list):
+        return [_with_grouped_digits(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _with_grouped_digits(value) for key, value in schema.items()}
+    if found.get("type") == "integer":
+        found |= {"type": ["integer", "string"], "pattern": "^[1-9][0-9]*(_[0-9]+)+$"}
+    return found
 
 
 def shipped_recipes() -> dict[str, Path]:

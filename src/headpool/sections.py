@@ -74,7 +74,9 @@ class DistillSection(Section):
     """How much is learned from the teacher."""
 
     weight: Fraction = Field(0.5, description="share of the loss that is KL from the teacher's predictions")
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        1.0, description="of both predictions before they are compared"
+    )
     blocks: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         0.0, description="weight of the attention blocks' squared distance from the teacher's, summed over layers"
     )
@@ -120,14 +122,14 @@ class UptrainSection(Section):
     batch_tokens: Positive | None = Field(None, description="tokens of an optimizer step; default: 64 blocks")
     micro_batch: Positive = Field(8, description="blocks that a device holds at a time")
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(1e-4, description="at its peak")
-    schedule: Annotated[ScheduleSection, BeforeValidator(_schedule, json_schema_input_type=_Schedule)] = (
-        ScheduleSection.model_validate({})
+    schedule: Annotated[ScheduleSection, BeforeValidator(_schedule, json_schema_input_type=_Schedule)] = Field(
+        ScheduleSection.model_validate({}), description="of the learning rate: a shape, or a mapping"
     )
-    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    optimizer: Literal["adamw", "adafactor"] = Field("adamw", description="adafactor: less memory")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="of adamw")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of matrices; vectors have none")
     clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="largest norm of the gradient; null: any")
-    train: Literal["all", "attention", "kv"] = "all"
+    train: Literal["all", "attention", "kv"] = Field("all", description="which weights")
     teacher: str | None = Field(
         None, description="checkpoint to distill from; default with distill: the recipe's model"
     )

@@ -1,11 +1,13 @@
 """`headpool schema`: the JSON Schema of recipes agrees with what recipes are."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonschema
 import pytest
 import yaml
+from tiny import ROOT
 
 from headpool.errors import RequestError
 from headpool.recipe import load_recipe, recipe_schema, shipped_recipes
@@ -27,6 +29,51 @@ def test_it_is_a_schema() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_shipped_recipes_fit(path: Path) -> None:
     jsonschema.validate(yaml.safe_load(path.read_text()), recipe_schema())
+
+
+class Editor(yaml.SafeLoader):
+    """YAML 1.2's core schema, by which editors read (its section 10.3.2), instead of PyYAML's 1.1."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+
+for kind, pattern, first in (
+    ("null", "null|Null|NULL|~|", ["n", "N", "~", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", "[-+]?[0-9]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+):
+    Editor.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{pattern})$"), first)
+
+
+def test_an_editor_reads_numbers_otherwise() -> None:
+    text = "[2_000, 1e-4, on]"
+    assert yaml.load(text, Loader=Editor) == ["2_000", 1e-4, "on"]
+    assert yaml.safe_load(text) == [2000, "1e-4", True]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_shipped_recipes_fit_in_an_editor(path: Path) -> None:
+    jsonschema.validate(yaml.load(path.read_text(), Loader=Editor), recipe_schema())
+
+
+def test_the_readme_s_recipe_fits_in_an_editor() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (text,) = (one for one in blocks if "\nmodel:" in one)
+    jsonschema.validate(yaml.load(text, Loader=Editor), recipe_schema())
+
+
+@pytest.mark.parametrize(("tokens", "is_number"), [("2_000", True), ("soon", False), ("_1", False), ("-2_000", False)])
+def test_a_text_is_a_number_only_as_grouped_digits(tokens: str, is_number: bool, tmp_path: Path) -> None:
+    assert fits(changed("uptrain", tokens=tokens)) == is_number
+    assert (load(changed("uptrain", tokens=tokens), tmp_path) is None) == is_number
+
+
+def test_an_editor_can_say_what_every_key_means() -> None:
+    schema = recipe_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for key, one in section["properties"].items():
+            assert one.get("description"), key
 
 
 def changed(section: str, **values: Any) -> dict[str, Any]:
