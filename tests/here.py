@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headpool import card, check
+from headpool import card, check, parcel
 from headpool.convert import run
 from headpool.uptrain import output
 
@@ -25,7 +25,8 @@ class CheckHere:
 
 
 def check_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For conversions and for uptraining."""
+    """For conversions, for uptraining and for publishing."""
     monkeypatch.setattr(run, "Check", CheckHere)
     monkeypatch.setattr(output, "Check", CheckHere)
+    monkeypatch.setattr(parcel, "Check", CheckHere)
     monkeypatch.setattr(card, "cache_plot", lambda done: {})

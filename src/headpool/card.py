@@ -81,13 +81,13 @@ def draw_card(
     config: Mapping[str, Any] | None = None,
     report: Mapping[str, Any] | None = None,
     plots: Sequence[str] | None = None,
-    licence: str | None = None,
+    licence: Mapping[str, str] | None = None,
 ) -> "ModelCard":
     """The card of a checkpoint that headpool made.
 
     place: how code is to name the checkpoint, a folder or a hub id. config, report, plots: what is going to lie beside
-    the card as config.json, report.json and PNG; None takes what does. licence: the hub's word for one that the
-    source's card does not name. Raises RequestError for what cannot be read.
+    the card as config.json, report.json and PNG; None takes what does. licence: metadata on one that the source's card
+    does not name. Raises RequestError for what cannot be read.
     """
     from huggingface_hub import ModelCard
 
@@ -98,7 +98,7 @@ def draw_card(
         plots = [name for name in PLOTS if (directory / f"{name}.png").is_file()]
     config = config or checkpoint.read_config(directory)[1]
     inherited = source_metadata(directory)
-    given = {"license": licence} if licence and not inherited.get("license") else {}
+    given = {} if licence is None or inherited.get("license") else licence
     parts = Parts(directory, done, report, config, {**inherited, **given})
     template = (resources.files("headpool") / "card.md.jinja").read_text(encoding="utf-8")
     card: ModelCard = ModelCard.from_template(

@@ -20,7 +20,12 @@ from headpool.recipe import Recipe
 
 
 def card_files(
-    directory: Path, report: Path, *, place: str | None = None, recipe: Recipe | None = None, licence: str | None = None
+    directory: Path,
+    report: Path,
+    *,
+    place: str | None = None,
+    recipe: Recipe | None = None,
+    licence: Mapping[str, str] | None = None,
 ) -> dict[str, bytes]:
     """What an evaluation puts beside a checkpoint, by file name: its plots, the card, report.json.
 

@@ -1,5 +1,6 @@
 """A repository of the hub as a place to publish in: what it holds, one commit into it, one line for each failure."""
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,10 +56,6 @@ CONFLICTS = (409, 412)
 
 
 def _explained(error: BaseException, what: str) -> HeadpoolError:
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.HFValidationError):
-        return RequestError(f"{what} is no name for a repository: {first_line(error)}")
     status = status_of(error)
     if status in REFUSALS:
         return RequestError(REFUSALS[status].format(what))
@@ -86,12 +83,38 @@ def _message(error: Any) -> str:
     return str(getattr(error, "server_message", None) or first_line(error))
 
 
+NO_BRANCH = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/]|[/.]$|(^|/)\.|\.lock(/|$)|^@$")
+"""What git allows in no name of a branch (git-check-ref-format)."""
+
+
+def check_names(repo_id: str, branch: str | None) -> None:
+    """RequestError for a repository that is not named USER/NAME, and for a branch that cannot exist."""
+    from huggingface_hub import errors
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except errors.HFValidationError as error:
+        raise RequestError(f"{repo_id!r} is no name for a repository: {first_line(error)}") from error
+    if "/" not in repo_id:
+        raise RequestError(f"{repo_id!r} does not say whose it is; give USER/{repo_id}, or an organisation's")
+    if branch is None:
+        return
+    if not branch or NO_BRANCH.search(branch):
+        raise RequestError(f"{branch!r} cannot be the name of a branch")
+    if branch.startswith("refs/") or re.fullmatch("[0-9a-f]{40}", branch):
+        raise RequestError(f"{branch!r} is no branch to publish to; name one, such as main")
+
+
 @dataclass(frozen=True)
 class Held:
-    """What a repository holds already, by name, and the commit that it was seen in, None where there is none."""
+    """What a repository holds already, by name, the commit that it was seen in, and whether it is private; None where
+    there is none.
+    """
 
     names: tuple[str, ...] = ()
     head: str | None = None
+    private: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +184,7 @@ class Place:
             names = self._names(head)
             if not self.create_pr:
                 self._refuse_other_content(names, head, done)
-            return Held(tuple(sorted(names)), head)
+            return Held(tuple(sorted(names)), head, info.private)
 
     def _names(self, revision: str | None) -> set[str]:
         from huggingface_hub.hf_api import RepoFile
@@ -183,6 +206,24 @@ class Place:
             other = f"another {new}" if old == new else f"{old} already, not {new}"
             raise RequestError(f"{self.repo_id} holds {other}; {remedy}")
 
+    def prepare(self, held: Held, done: Mapping[str, Any]) -> Held:
+        """Make the repository and the branch where they are not there, and give what is held then.
+
+        held, done: of `check_repository`. A new repository is looked at again, for somebody else may have made it in
+        the meantime. Raises as `hub_errors` and `check_repository` do.
+        """
+        if self.create_pr:
+            return held
+        with hub_errors(self.repo_id):
+            if held.head is None:
+                patiently(lambda: self.api.create_repo(self.repo_id, private=self.private, exist_ok=True))
+                held = self.check_repository(done)
+            if (branch := self.revision) is not None:
+                patiently(lambda: self.api.create_branch(self.repo_id, branch=branch, exist_ok=True))
+        if held.head is None:
+            raise HeadpoolError(f"{self.repo_id} was made and is not there yet; run the same command again to go on")
+        return held
+
     def upload(
         self,
         files: Mapping[str, Path | bytes],
@@ -193,22 +234,16 @@ class Place:
     ) -> "CommitInfo":
         """Send files, and commit them all at once without those that are `gone`. What is up already is not sent again.
 
-        parent: the commit that `check_repository` saw; where another has followed it, nothing is committed.
+        parent: the commit that was looked at; where another has followed it, nothing is committed.
 
         Raises as `hub_errors` does; nothing is committed then, and the same call goes on.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         with hub_errors(self.repo_id):
-            if not self.create_pr:
-                patiently(lambda: self.api.create_repo(self.repo_id, private=self.private, exist_ok=True))
-            if not self.create_pr and self.revision is not None:
-                branch = self.revision
-                patiently(lambda: self.api.create_branch(self.repo_id, branch=branch, exist_ok=True))
-            head = parent or patiently(lambda: self.api.model_info(self.repo_id, revision=self.revision)).sha
             additions = [CommitOperationAdd(name, content) for name, content in files.items()]
             self._send(additions, progress)
-            return self._commit([*additions, *map(CommitOperationDelete, gone)], message, head)
+            return self._commit([*additions, *map(CommitOperationDelete, gone)], message, parent)
 
     def _send(self, additions: Sequence["CommitOperationAdd"], progress: Progress | None) -> None:
         """The content of files, before they are committed; small ones travel with the commit."""

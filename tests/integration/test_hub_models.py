@@ -6,41 +6,34 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import here
 import hub
 import pytest
 import tiny
 from huggingface_hub import ModelCard, constants
 from typer.testing import CliRunner
 
-from headpool import hub as client
-from headpool import publish as publishing
 from headpool.checkpoint import open_source
 from headpool.cli import app
 from headpool.convert.run import convert_checkpoint
 from headpool.errors import RequestError
 from headpool.eval.models import ModelSpec, open_candidate
 from headpool.planning import plan
+from headpool.publish import publish
 
 CARD = "---\nlicense: mit\nlanguage: en\n---\n# The original\n"
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
-    """A hub with someone/model, in several files."""
-    here.check_here(monkeypatch)
-    monkeypatch.setattr(client, "WAIT", 0.0)
+def served(served: hub.Hub, tmp_path: Path) -> hub.Hub:
+    """With someone/model, in several files."""
     folder = tiny.checkpoint(tmp_path / "model", tokenizer=True, vocab_size=2048, max_shard_size="500KB")
     (folder / "README.md").write_text(CARD)
     (folder / "pytorch_model.bin").write_bytes(b"not this")
-    with hub.serve() as one:
-        one.client(monkeypatch, tmp_path / "home")
-        one.add("someone/model", folder)
-        yield one
+    served.add("someone/model", folder)
+    return served
 
 
 def fetched(served: hub.Hub) -> list[str]:
@@ -172,8 +165,7 @@ def test_the_command_line_by_hub_id_and_a_report_on_the_published_card(
     monkeypatch.chdir(tmp_path)
     arguments = ["eval", "gqa", "--baseline", "someone/quickstart", "--data", "text.txt", "--out", "report", "--json"]
     report = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
-    monkeypatch.setattr(publishing, "Check", here.CheckHere)
-    sent = publishing.publish("gqa", "me/gqa", report=Path("report"))
+    sent = publish("gqa", "me/gqa", report=Path("report"))
     assert sent.base_model == "someone/quickstart"
     files = served.files("me/gqa")
     assert {"README.md", "report.json", "quality-against-cache.png", "cache-against-context.png"} <= set(files)
@@ -184,4 +176,4 @@ def test_the_command_line_by_hub_id_and_a_report_on_the_published_card(
     (tmp_path / "other").mkdir()
     convert_checkpoint("someone/quickstart", tmp_path / "other" / "gqa", kv_heads=1)
     with pytest.raises(RequestError, match=r"is not what .* measured any more"):
-        publishing.publish("other/gqa", "me/mqa", report=Path("report"))
+        publish("other/gqa", "me/mqa", report=Path("report"))

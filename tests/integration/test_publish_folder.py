@@ -1,53 +1,17 @@
 """`headpool publish` by what lies in the folder and in the repository: names, links, cards, old files, other models."""
 
 import json
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import here
 import hub
 import pytest
 import reports
-import tiny
 
-from headpool import hub as client
-from headpool import publish as publishing
 from headpool.checkpoint import open_source
-from headpool.convert.run import convert_checkpoint
 from headpool.errors import HeadpoolError, RequestError
 from headpool.publish import publish
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    model = tiny.checkpoint(folder / "model")
-    (model / "README.md").write_text("---\nlicense: mit\n---\n# The original\n")
-    with pytest.MonkeyPatch.context() as patched:
-        here.check_here(patched)
-        convert_checkpoint(str(model), folder / "gqa", kv_heads=4)
-    return folder / "gqa"
-
-
-@pytest.fixture
-def mine(made: Path, tmp_path: Path) -> Path:
-    """A copy to change, under the name that its card has."""
-    return Path(shutil.copytree(made, tmp_path / "gqa"))
-
-
-@pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
-    here.check_here(monkeypatch)
-    monkeypatch.setattr(publishing, "Check", here.CheckHere)
-    monkeypatch.setattr(client, "WAIT", 0.0)
-    monkeypatch.setattr("headpool.uploading.WAIT", 0.0)
-    with hub.serve() as one:
-        one.client(monkeypatch, tmp_path / "home")
-        yield one
-
 
 STAYS = (
     "checkpoints/optimizer.model", "tokenizer_wandb/run.json", "secrets/x.model", "vocab_work/state.json",
@@ -125,6 +89,22 @@ def evaluated(directory: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+KEYS = {
+    ".env": "A=1", "deploy.pem": "x", "id_rsa": "x", "notes.md.bak": f"my token is hf_{'a' * 34}",
+    "work/log": "-----BEGIN OPENSSH PRIVATE KEY-----",
+}  # fmt: skip
+
+
+def test_what_stays_and_looks_like_a_key_is_told(mine: Path, served: hub.Hub) -> None:
+    (mine / "work").mkdir()
+    for name, text in {**KEYS, "optimizer.pt": "A=1", "work/state": "hf_ is no key"}.items():
+        (mine / name).write_text(text)
+    result = publish(mine, "me/gqa")
+    assert set(result.secrets) == set(KEYS)
+    assert set(result.left_out) == {*KEYS, "optimizer.pt", "work/state"}
+    assert not set(KEYS) & set(served.files("me/gqa"))
+
+
 def test_what_an_earlier_evaluation_left_goes(mine: Path, served: hub.Hub, tmp_path: Path) -> None:
     publish(mine, "me/gqa", report=evaluated(mine, tmp_path / "report"))
     left = {"report.json", "cache-against-context.png"}
@@ -198,22 +178,3 @@ def test_what_came_after_the_look_is_not_overwritten(mine: Path, served: hub.Hub
     with pytest.raises(HeadpoolError, match="me/gqa was changed meanwhile; run the same command again"):
         publish(mine, "me/gqa", revision=revision, announce=meanwhile)
     assert set(served.files("me/gqa")) == {"theirs"}
-
-
-def test_a_dry_run_finds_the_namespace(mine: Path, served: hub.Hub) -> None:
-    served.add("me/gqa", mine.parent / "gqa")
-    (served.repositories["me/gqa"].branches["main"][0].files).pop("headpool.json")
-    with pytest.raises(RequestError, match="me/gqa holds other content already"):
-        publish(mine, "gqa", dry_run=True)
-    assert publish(mine, "fresh", dry_run=True).repo_id == "me/fresh"
-
-
-def test_a_dry_run_without_the_hub_keeps_the_short_name(
-    mine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(publishing, "Check", here.CheckHere)
-    with hub.serve() as gone:
-        gone.client(monkeypatch, tmp_path / "home")
-    assert "HF_TOKEN" in os.environ
-    result = publish(mine, "gqa", dry_run=True)
-    assert (result.repo_id, len(result.warnings)) == ("gqa", 1)

@@ -24,6 +24,7 @@ def publish(
     license: Annotated[  # noqa: A002
         str | None, typer.Option(help="The hub's identifier of the licence, where the source's card names none.")
     ] = None,
+    license_name: Annotated[str | None, typer.Option(help="What a licence is called where --license is other.")] = None,
     report: Annotated[Path | None, typer.Option(help="The folder of an evaluation, to go on the card.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -45,6 +46,7 @@ def publish(
             token=token,
             accept_base_license=accept_base_license,
             license=license,
+            license_name=license_name,
             report=report,
             announce=lambda planned: None if as_json else show(planned.describe(), {}, False),
             progress=None if sys.stderr.isatty() else progress,
