@@ -1,5 +1,6 @@
 """Models by hub id, all the way through the client, from a hub on the loopback that may fail."""
 
+import hashlib
 import json
 import os
 import re
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import hub
+import hub_http
 import pytest
 import tiny
+import yaml
 from huggingface_hub import ModelCard, constants
 from typer.testing import CliRunner
 
@@ -99,7 +102,7 @@ def test_a_file_that_broke_off_goes_on_where_it_was(served: hub.Hub, monkeypatch
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)  # what the client keeps at a time: 10 MB
     served.fail("/resolve/.*00002", method="GET", after_bytes=70_000)
     ranges: list[str] = []
-    answer = hub._Handler.resolve
+    answer = hub_http.Handler.resolve
 
     def note(self: Any, **names: str) -> Any:
         if self.command == "GET" and "00002" in names["name"]:
@@ -107,8 +110,8 @@ def test_a_file_that_broke_off_goes_on_where_it_was(served: hub.Hub, monkeypatch
         return answer(self, **names)
 
     with pytest.MonkeyPatch.context() as patched:
-        routes = [(verb, path, note if one is answer else one) for verb, path, one in hub.ROUTES]
-        patched.setattr(hub, "ROUTES", routes)
+        routes = [(verb, path, note if one is answer else one) for verb, path, one in hub_http.ROUTES]
+        patched.setattr(hub_http, "ROUTES", routes)
         open_source("someone/model")
     assert len(ranges) == 2
     assert int(re.fullmatch(r"bytes=(\d+)-", ranges[1])[1]) in range(1 << 14, 70_001), "not from the start"
@@ -170,6 +173,12 @@ def test_the_command_line_by_hub_id_and_a_report_on_the_published_card(
     files = served.files("me/gqa")
     assert {"README.md", "report.json", "quality-against-cache.png", "cache-against-context.png"} <= set(files)
     data = ModelCard(files["README.md"].decode()).data
+    recipe = re.search(r"```yaml\n(.*?)```", files["README.md"].decode(), re.DOTALL)
+    assert recipe is not None
+    assert re.search(f"#   text.txt  {hashlib.sha256((tmp_path / 'text.txt').read_bytes()).hexdigest()}", recipe[1])
+    assert yaml.safe_load(recipe[1])["eval"] == {
+        "data": "text.txt", "window": 512, "stride": 512, "batch_size": 8, "dtype": "float32",
+    }  # fmt: skip
     assert [one.metric_value for one in data.eval_results] == [one["perplexity"] for one in report["models"]][::-1]
     assert str(tmp_path) not in files["report.json"].decode()
     assert not (tmp_path / "gqa" / "report.json").exists(), "publishing changes nothing here"
