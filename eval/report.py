@@ -26,7 +26,7 @@ report.json is one object. Fields may be added; the ones here keep their names a
       checkpoint_sha256  of the checkpoint's headpool.json, config and headers of weights, as `Source.checkpoint_sha256`
                          has it: another once it is converted or trained anew
     comparison  the one model's comparison with the baseline; None without a baseline or with several models
-    data        name, sha256, texts, bytes
+    data        name, sha256, texts, bytes, column (the one that holds the texts, in tables)
     settings    window, stride, batch_size, dtype, device
     notes[]     what a reader of the figures has to know, one line each
     versions    headpool, torch, transformers
@@ -109,6 +109,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "sha256": report.data.sha256,
             "texts": len(report.data.texts),
             "bytes": report.data.bytes,
+            "column": report.data.column,
         },
         "settings": {
             "window": settings.window,

@@ -15,7 +15,7 @@ from headpool.errors import HeadpoolError, RequestError
 from headpool.eval import wording
 from headpool.eval.page import figures
 from headpool.eval.schema import ReportFile, load
-from headpool.portable import portable
+from headpool.portable import evaluated, portable
 from headpool.recipe import Recipe
 
 
@@ -31,15 +31,13 @@ def card_files(
 
     directory: a checkpoint that headpool made; report: the folder with a report.json that measured it. Of the report's
     models only those stay that the card shows: the baseline, the checkpoint, and what that was trained from. place: how
-    code on the card names the checkpoint, its folder where None. recipe: the one that was run, the report's where None.
+    code on the card names the checkpoint, its folder where None. recipe: the one that was run, if any.
     licence: as for `draw_card`.
 
     Raises RequestError where there is no report, or none of this checkpoint as it is.
     """
     values = _published(directory, report)
-    if recipe is None and values["recipe"] is not None:
-        recipe = Recipe.model_validate(yaml.safe_load(values["recipe"]))
-    values["recipe"] = None if recipe is None else portable(recipe, read_provenance(directory) or {}, values)
+    values["recipe"] = _recipe(read_provenance(directory) or {}, values, recipe)
     shown = ReportFile.model_validate(values)
     drawn = {plot.name: plots.png(plot.figure) for plot in figures(shown) if plot.name in PLOTS}
     place = place or directory.resolve().name
@@ -49,6 +47,16 @@ def card_files(
         CARD: str(card).encode(),
         REPORT: (json.dumps(values, indent=2, allow_nan=False) + "\n").encode(),
     }
+
+
+def _recipe(done: Mapping[str, Any], report: Mapping[str, Any], recipe: Recipe | None) -> str | None:
+    """The one that was run, else the report's, else that of what was measured with the evaluation added."""
+    if recipe is None and report["recipe"] is not None:
+        recipe = Recipe.model_validate(yaml.safe_load(report["recipe"]))
+    if recipe is not None:
+        return portable(recipe, done, report)
+    made = done.get("uptrain", done).get("recipe")
+    return None if made is None else evaluated(made, report)
 
 
 def refresh_card(directory: Path, report: Path, recipe: Recipe) -> None:

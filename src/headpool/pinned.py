@@ -7,6 +7,7 @@ import yaml
 
 from headpool.recipe import EvalSection, Recipe
 from headpool.sections import Section, UptrainSection
+from headpool.text import is_file_name
 
 TEXTS = ("data", "validation", "teacher")
 """Keys under which headpool.json has names only, where a recipe says more."""
@@ -34,6 +35,27 @@ def pinned(recipe: Recipe, done: Mapping[str, Any], report: Mapping[str, Any] | 
     if "uptrain" in given and not ("convert" in given and "uptrain" not in done):
         values["uptrain"] = _training(recipe, given["uptrain"], done)
     return values
+
+
+def evaluation(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The eval section of a recipe that makes a report again, where none led to it. Without its tasks and prompts: a
+    report does not tell whether they were files, and whether anybody asked for them.
+    """
+    data, timed = report["data"], report["models"][-1].get("decode", ())
+    name, *place = [data["name"]] if is_file_name(data["name"]) else data["name"].split(":")
+    lists = {
+        "contexts": sorted({row["context"] for row in timed}),
+        "batches": sorted({row["batch"] for row in timed}),
+    }
+    values = {
+        "data": name,
+        "data_config": place[0] if len(place) > 1 else None,
+        "split": place[-1] if place else None,
+        "text_column": None if data.get("column", "text") == "text" else data["column"],
+        **{key: report["settings"][key] for key in SETTINGS},
+        **{key: held or None for key, held in lists.items()},
+    }
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _commit(recipe: Recipe, done: Mapping[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from headpool.checkpoint import open_source
-from headpool.pinned import pinned
+from headpool.pinned import evaluation, pinned
+from headpool.text import is_file_name
 
 if TYPE_CHECKING:
     from headpool.recipe import Recipe
@@ -77,6 +79,24 @@ def _names(paths: Iterable[str]) -> dict[str, str]:
             return names
         for path in longer:
             count[path] += 1
+
+
+def evaluated(recipe: str, report: Mapping[str, Any]) -> str:
+    """A recipe that `portable` or a conversion has written, with the evaluation by a report that no recipe led to.
+
+    As it is where another of its files has the name of the report's data.
+    """
+    values, hashes, data = yaml.safe_load(recipe), dict(_HASH.findall(recipe)), report["data"]
+    if is_file_name(data["name"]):
+        if hashes.get(data["name"], data["sha256"]) != data["sha256"]:
+            return recipe
+        hashes[data["name"]] = data["sha256"]
+    training = {key: values.pop(key) for key in ("uptrain",) if key in values}
+    return recipe_text({**values, "eval": evaluation(report), **training}, hashes)
+
+
+_HASH = re.compile(r"(?m)^#   (.+)  ([0-9a-f]{64})$")
+"""A line of `recipe_text`'s comment."""
 
 
 def recipe_text(values: Mapping[str, Any], hashes: Mapping[str, str]) -> str:

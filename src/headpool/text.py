@@ -28,12 +28,14 @@ class TextData:
     """Texts, and what identifies them in a report.
 
     `sha256` is of a local file's bytes as stored; of a hub data set it is that of the texts in UTF-8, joined
-    by NUL. `name` is the file's own name or the hub id (`id:config:split`), never a path.
+    by NUL. `name` is the file's own name or the hub id (`id:config:split`), never a path. `column` is the one that
+    holds the texts, in tables.
     """
 
     texts: Sequence[str]
     sha256: str
     name: str
+    column: str = "text"
 
     @property
     def bytes(self) -> int:
@@ -129,7 +131,7 @@ def _read_file(path: Path, column: str) -> TextData:
             texts = _READERS[kind](stream, path.name, column)
         with path.open("rb") as stored:
             digest = hashlib.file_digest(stored, "sha256").hexdigest()
-    return TextData(texts, digest, path.name)
+    return TextData(texts, digest, path.name, column)
 
 
 def _open(path: Path) -> tuple[str, Any]:
@@ -272,7 +274,7 @@ def _read_hub(name: str, column: str, config: str | None, split: str) -> TextDat
     check_column(name, column, rows.column_names)
     texts = _rows(rows.select_columns([column])[column], name, column)
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    return TextData(texts, digest, ":".join(filter(None, (name, config, split))))
+    return TextData(texts, digest, ":".join(filter(None, (name, config, split))), column)
 
 
 def _rows(values: Sequence[object], name: str, column: str) -> list[str]:

@@ -260,9 +260,11 @@ def test_refuses_attention_that_it_cannot_preserve(
 
 def test_text_shorter_than_asked_for_is_said(tmp_path: Path, spread: Path, text: TextData) -> None:
     few = TextData(text.texts[:8], "0" * 64, "few.txt")
-    made = convert(spread, tmp_path / "out", 4, alignment(few, tokens=100_000, heal=0))
+    made = convert(spread, tmp_path / "out", 4, alignment(few, tokens=100_000, window=None, heal=0))
     [warning] = made.warnings
-    options = json.loads((tmp_path / "out" / "headpool.json").read_text())["options"]
+    done = json.loads((tmp_path / "out" / "headpool.json").read_text())
+    options = done["options"]
+    assert "calibration_window: 64\n" in done["recipe"], "half of 128 positions, which was left to default"
     held = options["calibration_windows"] * options["calibration_window"]
     assert 0 < held < 100_000
     assert warning == f"few.txt holds {held:,} of the 100,000 calibration tokens asked for"

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import yaml
 
-from headpool.pinned import pinned
+from headpool.pinned import evaluation, pinned
+from headpool.portable import evaluated
 from headpool.recipe import Recipe
 
 RECIPE: dict[str, Any] = {
@@ -65,3 +66,39 @@ def test_the_commit_is_that_of_the_recipe_s_own_model(model: str, given: str | N
 def test_batches_count_where_decoding_is_timed() -> None:
     values = pinned(recipe(eval={"data": "test.txt", "contexts": [8]}), DONE, REPORT)
     assert values["eval"]["batches"] == [1]
+
+
+DATA = {"name": "test.jsonl", "sha256": "0" * 64, "column": "body"}
+DECODE = [{"context": context, "batch": batch} for context in (512, 64) for batch in (1, 8)]
+
+
+def test_an_evaluation_without_a_recipe_becomes_one() -> None:
+    report = {"data": DATA, "models": [{"decode": DECODE}], **REPORT}
+    section = evaluation(report)
+    assert section == {
+        "data": "test.jsonl", "text_column": "body", "window": 512, "stride": 256, "batch_size": 4, "dtype": "auto",
+        "contexts": [64, 512], "batches": [1, 8],
+    }  # fmt: skip
+    Recipe.model_validate({**RECIPE, "eval": section})
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("big/text:en:test", {"data": "big/text", "data_config": "en", "split": "test"}),
+        ("big/text:validation", {"data": "big/text", "split": "validation"}),
+        ("a:b.txt", {"data": "a:b.txt"}),
+    ],
+)
+def test_data_of_an_evaluation_are_found_again_by_their_name(name: str, place: dict[str, str]) -> None:
+    section = evaluation({"data": {"name": name, "sha256": "0" * 64}, "models": [{}], **REPORT})
+    assert {key: section[key] for key in section if key not in REPORT["settings"]} == place
+
+
+def test_a_recipe_gets_the_evaluation_and_the_hash_of_its_data() -> None:
+    report = {"data": DATA, "models": [{}], **REPORT}
+    text = evaluated(f"# headpool run recipe.yaml\n#   my model  {'1' * 64}\nmodel: my model\nuptrain: 1\n", report)
+    assert yaml.safe_load(text) == {"model": "my model", "eval": evaluation(report), "uptrain": 1}
+    assert f"#   my model  {'1' * 64}\n#   test.jsonl  {'0' * 64}\n" in text
+    other = f"#   test.jsonl  {'1' * 64}\nmodel: m\n"
+    assert evaluated(other, report) == other, "two files of one name cannot lie side by side"
