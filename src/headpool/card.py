@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headpool import checkpoint
 from headpool.card_parts import Parts, source_metadata
 from headpool.checkpoint import CARD, SOURCE_CARD
-from headpool.columns import columns, table
+from headpool.columns import columns, heads_in_words, table
 from headpool.drawing import UNADAPTED
 from headpool.headers import read_json_object
 
@@ -52,7 +52,7 @@ def cache_plot(done: Mapping[str, Any]) -> dict[str, bytes]:
         return {}
     models = [
         {
-            "label": one.title,
+            "label": f"{heads_in_words(one.kv_heads)} K/V heads",
             "unadapted": one.title == UNADAPTED,
             "curve": [{"tokens": tokens, "bytes": size} for tokens, size in one.bytes_at.items()],
         }

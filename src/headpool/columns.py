@@ -38,7 +38,7 @@ def table(models: Sequence[Column]) -> str:
     """Markdown: a row for each thing that is known of any model."""
     lengths = sorted({length for one in models for length in tabulated(one.bytes_at)})
     rows = [
-        ("K/V heads", [_heads(one.kv_heads) for one in models]),
+        ("K/V heads", [heads_in_words(one.kv_heads) for one in models]),
         ("K/V cache per token", [format_bytes(one.bytes_per_token) for one in models]),
         *(
             (
@@ -94,7 +94,8 @@ def _by_formula(title: str, held: Mapping[str, Any]) -> Column:
     return Column(title, held["kv_heads"], held["dtype"], held["bytes_per_token"], lengths, {})
 
 
-def _heads(heads: int | Sequence[int]) -> str:
+def heads_in_words(heads: int | Sequence[int]) -> str:
+    """K/V heads of a model, each number once where layers differ."""
     return str(heads) if isinstance(heads, int) else ", ".join(map(str, sorted(set(heads), reverse=True)))
 
 

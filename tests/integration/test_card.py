@@ -234,8 +234,8 @@ def test_a_conversion_s_card_shows_the_cache_before_any_evaluation(
     (figure,) = drawn
     curves = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
     lengths = [2**power for power in range(8)]
-    assert curves["original"] == [[tokens, 1536 * tokens] for tokens in lengths]
-    assert curves["converted, not yet uptrained"] == [[tokens, 512 * tokens] for tokens in lengths]
+    assert curves["12 K/V heads"] == [[tokens, 1536 * tokens] for tokens in lengths]
+    assert curves["4 K/V heads (converted, not yet uptrained)"] == [[tokens, 512 * tokens] for tokens in lengths]
     kept = held(tmp_path / "out", "headpool.json")["cache"]["output"]["bytes_at"]
     assert kept == {str(tokens): 512 * tokens for tokens in lengths}
 
