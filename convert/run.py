@@ -30,8 +30,8 @@ _CONFIG = ".config"
 
 
 def convert_checkpoint(
-    model: str,
-    out: Path,
+    model: str | Path,
+    out: str | Path,
     *,
     kv_heads: int,
     method: str = "mean",
@@ -65,7 +65,8 @@ def convert_checkpoint(
         HeadpoolError: writing failed; nothing is left behind.
     """
     begin = time.perf_counter()
-    source = _source(model, revision, out, overwrite=overwrite)
+    out = Path(out)
+    source = _source(str(model), revision, out, overwrite=overwrite)
     alignment = alignment or Alignment()
     transcript = transcribe(source, work_directory(out), wanted=transcode)
     work = _Work(
