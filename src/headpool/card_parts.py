@@ -281,7 +281,14 @@ class Parts:
                 else "The original has no card that names a licence"
             )
             return f"{known}{f'; its files: {listed}' if files else ''}. Its terms hold for this model, too."
-        return f"The original's licence, {name}, holds for this model, too{f': {listed}' if files else ''}."
+        return (
+            f"The original's licence, {licence_name(name)}, holds for this model, too{f': {listed}' if files else ''}."
+        )
+
+
+def licence_name(value: Any) -> str:
+    """Of a card's `license`, which may list several."""
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _heads(count: int) -> str:

@@ -11,6 +11,7 @@ from headpool import card, card_parts
 from headpool.check import Check, Report
 from headpool.checkpoint import CARD, PROVENANCE, SIDECARS, SOURCE_CARD, Source, open_source
 from headpool.errors import RequestError, first_line
+from headpool.eval.schema import load
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -147,8 +148,9 @@ def _drawn(
 
     Without a report, a card that its owner has edited is kept but for the licence, and the name in the code.
     """
-    path = directory / CARD
-    text = path.read_text(encoding="utf-8") if path.is_file() else None
+    if (directory / card.REPORT).is_file():
+        load(directory)  # refuses what no card can be drawn from
+    text = _text(directory / CARD) if (directory / CARD).is_file() else None
     named = SNIPPET.search(text or "")
     here = named[1] if named else directory.resolve().name  # the folder may have been renamed
     edited = text is not None and text != str(card.draw_card(directory, here))
@@ -177,7 +179,7 @@ def _licence(text: str, wanted: Mapping[str, str]) -> str:
         if data.get(key) != value:
             what, option = key.replace("license", "licence").replace("_", " "), key.replace("_", "-")
             raise RequestError(f"the {what} on the card is {data.get(key)}; --{option} {value} would contradict it")
-    return str(data["license"])
+    return card_parts.licence_name(data["license"])
 
 
 def _parsed(text: str) -> "ModelCard":
@@ -250,4 +252,8 @@ def _bytes(content: Content) -> bytes:
 
 
 def _text(content: Content) -> str:
-    return _bytes(content).decode("utf-8")
+    """Of a card."""
+    try:
+        return _bytes(content).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{CARD} is no text in UTF-8: {first_line(error)}") from error

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+MOST_TOLD = 40
+"""How many of the files that stay are told by name; --json has them all."""
+
+
 @dataclass(frozen=True)
 class Publication:
     """What went up, or would. `url`: of the repository, or of the pull request; `commit`: the one that holds it all,
@@ -55,9 +59,15 @@ class Publication:
         for name, bytes_ in self.files.items():
             table.add_row(name, format_bytes(bytes_))
         lines = [f"{'would publish' if self.dry_run else 'publishing'} {size} in {where}"]
-        stays = [f"{name} (looks like a secret)" if name in self.secrets else name for name in self.left_out]
-        lines += [f"left out: {', '.join(stays)}"] if stays else []
+        lines += [f"left out: {self._stays()}"] if self.left_out else []
         return Group(table, *lines, *(f"warning: {one}" for one in self.warnings))
+
+    def _stays(self) -> str:
+        """What looks like a key first, and not every file of a large folder."""
+        others = [name for name in self.left_out if name not in self.secrets]
+        told = [*(f"{name} (looks like a secret)" for name in self.secrets), *others]
+        more = f" and {len(told) - MOST_TOLD} more" if len(told) > MOST_TOLD else ""
+        return ", ".join(told[:MOST_TOLD]) + more
 
 
 def publish(
@@ -72,7 +82,7 @@ def publish(
     accept_base_license: bool = False,
     license: str | None = None,  # noqa: A002 - the hub's word
     license_name: str | None = None,
-    report: Path | None = None,
+    report: Path | str | None = None,
     announce: Callable[[Publication], None] = lambda publication: None,
     progress: Progress | None = None,
 ) -> Publication:
@@ -99,7 +109,7 @@ def publish(
     """
     check_names(repo_id, revision)
     licence = licences.metadata(license, license_name)
-    parcel = pack(Path(directory), repo_id, licence, report)
+    parcel = pack(Path(directory), repo_id, licence, None if report is None else Path(report))
     place = Place(repo_id, revision, private, create_pr, _client(token, dry_run=dry_run))
     held = _ask(place, parcel, accepted=accept_base_license, dry_run=dry_run)
     planned = _planned(place, parcel, held, dry_run=dry_run)

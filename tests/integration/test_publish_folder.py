@@ -1,6 +1,8 @@
 """`headpool publish` by what lies in the folder and in the repository: names, links, cards, old files, other models."""
 
+import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import hub
 import pytest
 import reports
+from rich.console import Console
 
 from headpool.checkpoint import open_source
 from headpool.errors import HeadpoolError, RequestError
@@ -103,6 +106,14 @@ def test_what_stays_and_looks_like_a_key_is_told(mine: Path, served: hub.Hub) ->
     assert set(result.secrets) == set(KEYS)
     assert set(result.left_out) == {*KEYS, "optimizer.pt", "work/state"}
     assert not set(KEYS) & set(served.files("me/gqa"))
+    for number in range(60):
+        (mine / "work" / f"{number:02}.pt").write_bytes(b"")
+    shown = Console(width=10**6, file=io.StringIO())
+    shown.print(publish(mine, "me/gqa", dry_run=True).describe())
+    (told,) = re.findall("left out: (.*)", shown.file.getvalue())  # type: ignore[attr-defined]
+    assert all(f"{name} (looks like a secret)" in told for name in KEYS)
+    assert told.count(", ") == 39
+    assert told.rstrip().endswith(f" and {len(KEYS) + 2 + 60 - 40} more")
 
 
 def test_what_an_earlier_evaluation_left_goes(mine: Path, served: hub.Hub, tmp_path: Path) -> None:

@@ -81,6 +81,11 @@ def with_a_tensor_too_small(folder: Path) -> None:
         (without_licence, "names no licence.*--license"),
         (with_a_licence_of_no_name, "the hub does not accept the card's metadata: .*license"),
         (lambda folder: (folder / "README.md").write_text("---\nlicense: [\n---\n"), "README.md, line 2: its metadata"),
+        (lambda folder: (folder / "README.md").write_bytes(b"\xff"), r"README.md is no text in UTF-8: .*0xff"),
+        (
+            lambda folder: (folder / "report.json").write_text("{}"),
+            "report.json is no report of headpool eval",
+        ),
         (lambda folder: (folder / "LICENSE").write_text("key hf_" + "A" * 34), "LICENSE holds what looks like a key"),
     ],
 )
@@ -101,6 +106,15 @@ def test_a_run_s_folder_is_not_a_checkpoint(made: Path, tmp_path: Path) -> None:
         publish(tmp_path / "out", "me/gqa")
     with pytest.raises(RequestError, match="no such directory"):
         publish(tmp_path / "nowhere", "me/gqa")
+
+
+def test_several_licences(mine: Path, served: hub.Hub) -> None:
+    (mine / "SOURCE_README.md").write_text("---\nlicense: [mit, apache-2.0]\n---\n")
+    (mine / "README.md").unlink()
+    assert publish(mine, "me/gqa").license == "mit, apache-2.0"
+    text = served.files("me/gqa")["README.md"].decode()
+    assert ModelCard(text).data.license == ["mit", "apache-2.0"]
+    assert "The original's licence, mit, apache-2.0, holds for this model, too" in text
 
 
 def test_a_licence_of_its_own(mine: Path, served: hub.Hub) -> None:
