@@ -17,7 +17,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from headpool import check
+from headpool import card, check
 from headpool.convert import compute, run  # noqa: F401 - loaded now: its import would be thousands of events
 
 ModelCard.from_template(ModelCardData(), template_str="---\n{{ card_data }}\n---\n")  # loads what cards need
@@ -55,6 +55,7 @@ def convert(source: str, out: Path, die_at: int) -> None:
         return staged(out, overwrite=overwrite)
 
     run.Check, run.staged = NoCheck, from_here  # type: ignore[misc, assignment]
+    card.cache_plot = lambda done: {}  # drawing loads matplotlib
     run.convert_checkpoint(source, out, kv_heads=4, overwrite=out.exists())
 
 
