@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,7 @@ def _write(
     progress: Progress,
 ) -> tuple[str, ...]:
     """Returns what there is to be warned of."""
+    config = read_json_object(plan.config_text.encode(), "config.json")
     with staged(out, overwrite=overwrite) as staging:
         (staging / _CONFIG).mkdir()
         (staging / _CONFIG / "config.json").write_text(plan.config_text, encoding="utf-8", newline="")
@@ -243,8 +245,10 @@ def _write(
         try:
             _copy_sidecars(plan.source, staging)
             _write_json(staging / PROVENANCE, done)
-            write_card(staging, out.resolve().name, read_json_object(plan.config_text.encode(), "config.json"))
-            write_tensors(plan, staging, seed=seed, progress=progress, prepared=prepared)
+            with ThreadPoolExecutor(max_workers=1) as beside:  # drawing takes as long as copying a gigabyte
+                card = beside.submit(write_card, staging, out.resolve().name, config)
+                write_tensors(plan, staging, seed=seed, progress=progress, prepared=prepared)
+            card.result()
             inherited = _judge(check.result(), plan.source)
         finally:
             check.kill()
@@ -252,7 +256,7 @@ def _write(
             _write_json(staging / PROVENANCE, done | {"check": asdict(inherited)})
         (staging / _CONFIG / "config.json").rename(staging / "config.json")
         (staging / _CONFIG).rmdir()
-    warnings = opening.warnings(read_json_object(plan.config_text.encode(), "config.json"))
+    warnings = opening.warnings(config)
     if inherited:
         warnings = (f"the source itself does not fit its class ({inherited}); the result inherits that", *warnings)
     return warnings
