@@ -162,6 +162,7 @@ def _attempt(
         "options": settings,
         "data": describe_data(plan, inputs.stream),
         "versions": _versions(),
+        "machine": {"device": accelerator.device.type, "processes": workers.world},
     }
     write_checkpoint(workers, plan.source, plan.output, provenance(plan, details))
     last = reporter.finish(original)

@@ -250,6 +250,8 @@ class Parts:
         if (trained := self.trained) is not None:
             shown = {key: value for key, value in trained["options"].items() if isinstance(value, int | float | str)}
             yield f"Uptraining: {trained['tokens']:,} tokens, {trained['steps']:,} steps; {_settings(shown)}"
+            if "machine" in trained:
+                yield f"Uptraining, machine: {_settings(trained['machine'])}"
             for name, held in trained.get("data", {}).items():
                 if isinstance(held, Mapping) and "sha256" in held:
                     yield f"Uptraining, {name}: SHA-256 `{held['sha256']}`"

@@ -39,8 +39,8 @@ SECRETS = re.compile(
 SECRET_NAMES = (".env", ".env.*", "*.pem", "*.key", "id_rsa", "id_ed25519", ".netrc", "credentials*", "token")
 """And files that hold them, by lower-case patterns."""
 
-SNIPPET = re.compile(r'AutoModelForCausalLM\.from_pretrained\("([^"\n]*)"\)')
-"""Where the card's code names the checkpoint."""
+SNIPPET = re.compile(r'\w+\.from_pretrained\("([^"\n]*)"\)')
+"""Where the card's code names the checkpoint; which class opens it depends on the model."""
 
 LONGEST_TEXT = 1 << 20
 """Bytes of the longest file that is searched for keys: cards and configs are small."""

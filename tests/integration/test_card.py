@@ -194,7 +194,8 @@ def test_the_recipe_on_the_card_holds_what_defaults_became(ran: Path) -> None:
     assert converted == {key: value for key, value in values.items() if key != "uptrain"}
 
 
-def test_the_card_names_the_versions_to_install(ran: Path) -> None:
+def test_the_card_names_the_machine_and_the_versions_to_install(ran: Path) -> None:
+    assert "- Uptraining, machine: device cpu, processes 1\n" in (ran / "run" / "uptrained" / "README.md").read_text()
     versions = {name: metadata.version(name).split("+")[0] for name in ("torch", "transformers", "accelerate")}
     wanted = " ".join(
         ["pip install", *(f"{name}=={one}" for name, one in {"headpool": __version__, **versions}.items())]

@@ -92,6 +92,16 @@ def evaluated(directory: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def test_whatever_class_opens_it_the_code_names_the_repository(mine: Path, served: hub.Hub) -> None:
+    renamed = mine.rename(mine.parent / "renamed")
+    text = (renamed / "README.md").read_text().replace("AutoModelForCausalLM", "LlavaForConditionalGeneration")
+    (renamed / "README.md").write_text(text)
+    publish(renamed, "me/gqa")
+    sent = served.files("me/gqa")["README.md"].decode()
+    assert 'LlavaForConditionalGeneration.from_pretrained("me/gqa")' in sent
+    assert 'from_pretrained("gqa")' not in sent
+
+
 KEYS = {
     ".env": "A=1", "deploy.pem": "x", "id_rsa": "x", "notes.md.bak": f"my token is hf_{'a' * 34}",
     "work/log": "-----BEGIN OPENSSH PRIVATE KEY-----",
