@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -223,10 +224,25 @@ def check_names(probe: Probe, module: str) -> None:
 
 
 def rotary(probe: Probe) -> str | None:
-    """How the class's module pairs the dimensions of a head, by what its rotate_half does to (0, 1, 2, 3)."""
-    rotate = getattr(sys.modules[probe.model_class.__module__], "rotate_half", None)
-    pairs = {(-2, -3, 0, 1): "half-split", (-1, 0, -3, 2): "interleaved"}
-    return pairs.get(tuple(rotate(torch.arange(4)[None])[0].tolist())) if rotate else None
+    """How the class's module pairs the dimensions of a head, by what its quarter turn makes of (0, 1, 2, 3)."""
+    module = sys.modules[probe.model_class.__module__]
+    found = next(((turn, function) for name, turn in TURNS.items() if (function := getattr(module, name, None))), None)
+    if found is None:
+        return None
+    turn, function = found
+    turned = tuple(turn(function, torch.arange(4.0)).flatten().tolist())
+    return next((kind for kind, both in PAIRS.items() if turned in both), None)
+
+
+PAIRS = {"half-split": ((-2, -3, 0, 1), (2, 3, 0, -1)), "interleaved": ((-1, 0, -3, 2), (1, 0, 3, -2))}
+"""(0, 1, 2, 3) after a quarter turn of its pairs, one way and the other."""
+
+TURNS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "rotate_half": lambda rotate, x: rotate(x[None]),
+    "_apply_rotary_emb": lambda rotate, x: rotate(x, torch.zeros(2), torch.ones(2)),
+    "apply_rotary_emb": lambda rotate, x: rotate(*(x.view(1, 1, 1, 4),) * 2, torch.full((1, 1, 2), 1j))[0],
+}
+"""A quarter turn by the functions that modules have for rotation: by name, called with cosines 0 and sines 1."""
 
 
 def reads_head_dim(probe: Probe) -> bool:
