@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 class StopRequest:
     """While this context is open, the first of SIGNALS to arrive is noted in `number` (0: none came), for the loop to
-    obey between two steps.
+    obey between two steps. A hang-up that is ignored, as under nohup, stays so.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,8 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         for one in SIGNALS:
-            self._before[one] = signal.signal(one, self._note)
+            if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN:
+                self._before[one] = signal.signal(one, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
