@@ -25,26 +25,20 @@ class Normal:
 
         self.zz, self.zr = zeros(features, features), zeros(features, hidden)
         self.z, self.r = zeros(features), zeros(hidden)
-        self.rr, self.count = zeros(), zeros()
+        self.rr, self.count = zeros(), 0
 
-    def add(self, z: Tensor, residual: Tensor, weight: Tensor | None = None) -> None:
-        """Take tokens in: z [N, h*d] and residual y - z W_0 (less the output bias) [N, D]; weight [N] of each, 1 by
-        default.
-        """
+    def add(self, z: Tensor, residual: Tensor) -> None:
+        """Take tokens in: z [N, h*d] and residual y - z W_0 (less the output bias) [N, D]."""
         z_NZ, r_ND = z.double(), residual.double()
-        w_N1 = (z_NZ.new_ones(len(z_NZ)) if weight is None else weight.double())[:, None]
-        weighed_NZ = z_NZ * w_N1
-        self.zz += weighed_NZ.mT @ z_NZ
-        self.zr += weighed_NZ.mT @ r_ND
-        self.z += weighed_NZ.sum(0)
-        self.r += (r_ND * w_N1).sum(0)
-        self.rr += (r_ND.square() * w_N1).sum()
-        self.count += w_N1.sum()
+        self.zz.addmm_(z_NZ.mT, z_NZ)
+        self.zr.addmm_(z_NZ.mT, r_ND)
+        self.z += z_NZ.sum(0)
+        self.r += r_ND.sum(0)
+        self.rr += r_ND.square().sum()
+        self.count += len(z_NZ)
 
     def squared_error(self, correction: Tensor, intercept: Tensor) -> Tensor:
-        """The (weighted) squared error over all tokens with W_0 + correction [h*d, D] and intercept [D] added to the
-        bias.
-        """
+        """The squared error over all tokens with W_0 + correction [h*d, D] and intercept [D] added to the bias."""
         crossed = (correction * self.zr).sum() + intercept @ self.r
         squared = (correction * (self.zz @ correction)).sum() + self.count * intercept @ intercept
         return self.rr - 2 * crossed + squared + 2 * self.z @ correction @ intercept

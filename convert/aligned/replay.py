@@ -4,7 +4,7 @@ Shape suffixes: N tokens, B windows of a batch, T tokens of each, D hidden, Z th
 input.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,31 +13,21 @@ from torch import Tensor, nn
 from headpool.convert.aligned.refit import Normal
 from headpool.convert.aligned.walk import Block, Layer
 
-Weighting = Callable[[Block, Tensor], Tensor]
-"""How much each token of a batch counts, [B, T], given the batch and the original's output [B, T, D]."""
-
 
 @dataclass(frozen=True)
 class Example:
-    """A batch of attention inputs, what shall come out of it (`target` [B, T, D]), and how much each token counts
-    (`weight` [B, T]; None: all alike).
-    """
+    """A batch of attention inputs, and what shall come out of it (`target` [B, T, D])."""
 
     block: Block
     target: Tensor
-    weight: Tensor | None = None
 
     def energy(self) -> Tensor:
-        """The squared size of the target, tokens weighted: what relative errors are relative to."""
-        return self._squared(self.target)
+        """The squared size of the target: what relative errors are relative to."""
+        return self.target.square().sum()
 
     def error(self, output_BTD: Tensor) -> Tensor:
-        """The squared error of an output, tokens weighted."""
-        return self._squared(output_BTD - self.target)
-
-    def _squared(self, values_BTD: Tensor) -> Tensor:
-        squares_BT = values_BTD.square().sum(-1)
-        return (squares_BT if self.weight is None else squares_BT * self.weight).sum()
+        """The squared error of an output."""
+        return (output_BTD - self.target).square().sum()
 
 
 class Examples:
@@ -54,13 +44,11 @@ class Examples:
         windows: slice | None = None,
         *,
         whole: bool = False,
-        weighting: Weighting | None = None,
         keep: bool = False,
     ) -> None:
         self._layer = layer
         self._whole = whole
         self._batches = list(layer.walk.batches(windows))
-        self._weighting = weighting
         self._keep = keep
         self._kept: dict[int, Example] = {}
 
@@ -82,7 +70,7 @@ class Examples:
     def _make(self, rows: slice) -> Example:
         block = self._layer.block(rows, whole=self._whole)
         target_BTD = self._layer.output(block) if self._whole else self._attention_output(block)
-        return Example(block, target_BTD, None if self._weighting is None else self._weighting(block, target_BTD))
+        return Example(block, target_BTD)
 
     def _attention_output(self, block: Block) -> Tensor:
         recorded = self._layer.outputs
@@ -104,7 +92,7 @@ def normal_equations(attention: nn.Module, output: str, examples: Iterable[Examp
             residual_ND = (one.target - one.block.through(attention)).flatten(0, 1)
             z_NZ = inputs.pop().flatten(0, 1)
             normal = normal or Normal(z_NZ.shape[1], residual_ND.shape[1], z_NZ.device)
-            normal.add(z_NZ, residual_ND, None if one.weight is None else one.weight.flatten())
+            normal.add(z_NZ, residual_ND)
     finally:
         hook.remove()
     assert normal is not None

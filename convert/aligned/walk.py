@@ -84,15 +84,11 @@ class Layer:
         return Block(rows, x, tuple(rest), keywords)
 
     @torch.no_grad()
-    def advance(self, attention: nn.Module | None = None, *, record: bool = False) -> None:
-        """Compute the hidden states that the next layer gets, with this layer's attention or with another in its place.
-
-        With `record` the outputs of the layer's own attention are kept on the way. Raises RequestError where hidden
-        states are not finite.
+    def advance(self, *, record: bool = False) -> None:
+        """Compute the hidden states that the next layer gets; with `record` the outputs of the layer's attention are
+        kept on the way. Raises RequestError where hidden states are not finite.
         """
-        assert not (record and attention), "what is recorded is the layer's own"
-        replaced = contextlib.nullcontext() if attention is None else self._replaced(attention)
-        with self._recording() if record else contextlib.nullcontext(), replaced:
+        with self._recording() if record else contextlib.nullcontext():
             for rows in self.walk.batches():
                 self.walk.store(self, rows, _first(self.walk.arrive(self, rows)))
         self.advanced = True
@@ -103,13 +99,6 @@ class Layer:
         if self.advanced and self.index + 1 < self.walk.count:
             return self.walk.hidden(self.index + 1, block.rows)
         return block.through(self.module)
-
-    @torch.no_grad()
-    def record(self) -> None:
-        """Keep what the layer's own attention gives for every window."""
-        with self._recording():
-            for block in self.blocks():
-                block.through(self.attention)
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
@@ -124,15 +113,6 @@ class Layer:
             yield
         finally:
             hook.remove()
-
-    @contextlib.contextmanager
-    def _replaced(self, attention: nn.Module) -> Iterator[None]:
-        name, own = self.walk.stock.layout.attention, self.attention
-        self.module.set_submodule(name, attention)
-        try:
-            yield
-        finally:
-            self.module.set_submodule(name, own)
 
 
 class Walk:

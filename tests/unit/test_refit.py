@@ -30,24 +30,19 @@ def output(weights: AttentionWeights, z: Tensor) -> Tensor:
     return y if weights.bias_o is None else y + weights.bias_o
 
 
-def seen(weights: AttentionWeights, z: Tensor, y: Tensor, weight: Tensor | None = None, pieces: int = 3) -> Normal:
+def seen(weights: AttentionWeights, z: Tensor, y: Tensor, pieces: int = 3) -> Normal:
     normal = Normal(z.shape[1], y.shape[1])
     residual = y - output(weights, z)
     for part in torch.arange(len(z)).chunk(pieces):
-        normal.add(z[part], residual[part], None if weight is None else weight[part])
+        normal.add(z[part], residual[part])
     return normal
 
 
-def least_squares(weights: AttentionWeights, z: Tensor, y: Tensor, ridge: float, weight: Tensor) -> Tensor:
+def least_squares(weights: AttentionWeights, z: Tensor, y: Tensor, ridge: float) -> Tensor:
     """The refitted outputs, by NumPy's least squares on the residual with rows for the penalty."""
-    root = weight.sqrt()[:, None].numpy()
-    rows, targets = z.numpy() * root, (y - output(weights, z)).numpy() * root
+    rows, targets, spread = z.numpy(), (y - output(weights, z)).numpy(), z.square().sum() / z.shape[1]
     if weights.bias_o is not None:
-        rows = np.hstack([rows, root])
-        means = (weight[:, None] * z).sum(0) / weight.sum()
-        spread = (((z - means) * weight.sqrt()[:, None]) ** 2).sum() / z.shape[1]
-    else:
-        spread = (z * weight.sqrt()[:, None]).square().sum() / z.shape[1]
+        rows, spread = np.hstack([rows, np.ones((len(z), 1))]), (z - z.mean(0)).square().sum() / z.shape[1]
     penalty = np.sqrt(ridge * float(spread)) * np.eye(rows.shape[1])[: z.shape[1]]
     solution = np.linalg.lstsq(
         np.vstack([rows, penalty]), np.vstack([targets, np.zeros((len(penalty), 5))]), rcond=None
@@ -58,12 +53,10 @@ def least_squares(weights: AttentionWeights, z: Tensor, y: Tensor, ridge: float,
 
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("ridge", [0.0, 1e-4, 0.3])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_is_ridge_regression_on_the_residual(biases: bool, ridge: float, weighted: bool) -> None:
+def test_is_ridge_regression_on_the_residual(biases: bool, ridge: float) -> None:
     weights, z, y = layer(biases), heads.normal(1, 50, 6) + 1, heads.normal(2, 50, 5)
-    weight = heads.normal(3, 50).abs() if weighted else torch.ones(50, dtype=torch.float64)
-    made = refit_output(weights, seen(weights, z, y, weight if weighted else None), ridge)
-    torch.testing.assert_close(output(made, z), least_squares(weights, z, y, ridge, weight), rtol=1e-9, atol=1e-9)
+    made = refit_output(weights, seen(weights, z, y), ridge)
+    torch.testing.assert_close(output(made, z), least_squares(weights, z, y, ridge), rtol=1e-9, atol=1e-9)
     assert (made.bias_o is None) == (not biases)
     assert made.v is weights.v
     assert (output(made, z) - output(weights, z)).abs().max() > 0.1
