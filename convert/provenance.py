@@ -61,7 +61,12 @@ def provenance(
     }
 
 
-_GAINS = {"mean": "mean of the group's", "first": "the group's first", "random": "ones"}
+_GAINS = {
+    "mean": "mean of the group's",
+    "first": "the group's first",
+    "random": "ones",
+    "aligned": "so that every channel keeps its size",
+}
 
 
 def _gains(plan: Plan, layer: int) -> dict[str, str]:

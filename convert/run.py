@@ -183,7 +183,9 @@ def _made(work: _Work, progress: Progress, transcoding: Progress) -> _Found:
 
 
 def _check_alignment(plan: Plan, alignment: Alignment) -> None:
-    """RequestError for settings that the method does without."""
+    """RequestError for settings that the method does without, or does without where there is no text."""
+    if plan.method.aligned and alignment.calibration is None and (idle := alignment.needing_text()):
+        raise RequestError(f"method aligned does without {', '.join(idle)} where it has no calibration text")
     given = [] if plan.method.aligned else alignment.chosen()
     calibrates = plan.method.calibrates_gains and plan.gained and alignment.calibration is not None
     if without := [name for name in given if not (calibrates and name in TEXT)]:

@@ -58,7 +58,7 @@ def attention(weights: AttentionWeights, x_TD: Tensor, mask: reference.Mask = "c
     angles = np.arange(len(x_TD))[:, None] * 10.0 ** -np.arange(pairs)
     columns = np.repeat(angles, 2, axis=1) if interleaved else np.tile(angles, 2)
     rotary = reference.Rotary(np.cos(columns), np.sin(columns), interleaved)
-    if weights.query_norm is None:
+    if weights.query_norm is None and weights.query_gains is None:
         names = ("q", "k", "v", "o", "bias_q", "bias_k", "bias_v", "bias_o")
         held = {name: w.numpy() for name in names if (w := getattr(weights, name)) is not None}
         for name in ("k", "v", "bias_k", "bias_v"):
@@ -90,14 +90,19 @@ def projected(w: Tensor | None, bias: Tensor | None, x_TD: Tensor) -> reference.
 def queries_and_keys(weights: AttentionWeights, x_TD: Tensor) -> tuple[reference.Array, reference.Array]:
     """Queries [h, T, d] and keys [k, T, d] before rotation, after their norms where there are any."""
     q, k = projected(weights.q, weights.bias_q, x_TD), projected(weights.k, weights.bias_k, x_TD)
-    return _normed(q, weights.query_norm, weights), _normed(k, weights.key_norm, weights)
+    gains = (weights.query_norm, weights.query_gains), (weights.key_norm, weights.key_gains)
+    return _normed(q, *gains[0], weights), _normed(k, *gains[1], weights)
 
 
-def _normed(x: reference.Array, gain: Tensor | None, weights: AttentionWeights) -> reference.Array:
-    if gain is None:
-        return x
-    x = x - x.mean(-1, keepdims=True) if weights.centred_norms else x
-    return np.asarray(x / np.sqrt((x**2).mean(-1, keepdims=True)) * gain.numpy())
+def _normed(
+    x_HTd: reference.Array, gain_d: Tensor | None, gains_Hd: Tensor | None, weights: AttentionWeights
+) -> reference.Array:
+    if gain_d is None and gains_Hd is None:
+        return x_HTd
+    gain = gain_d.numpy() if gains_Hd is None else gains_Hd.numpy()[:, None]  # type: ignore[union-attr]
+    x_HTd = x_HTd - x_HTd.mean(-1, keepdims=True) if weights.centred_norms else x_HTd
+    across = (0, -1) if weights.whole_norms else -1
+    return np.asarray(x_HTd / np.sqrt((x_HTd**2).mean(across, keepdims=True)) * gain)
 
 
 def moments(weights: AttentionWeights, x_TD: Tensor) -> Moments:

@@ -8,7 +8,7 @@ from headpool.convert.aligned.heal import Schedule, heal
 from headpool.convert.aligned.options import Alignment
 from headpool.convert.aligned.refit import refit_output
 from headpool.convert.aligned.replay import Examples, normal_equations, relative_error
-from headpool.convert.aligned.sharing import Figures, changed, share_on_text
+from headpool.convert.aligned.sharing import Figures, changed, compute_dtype, searches, share_on_text
 from headpool.convert.aligned.stock import Stock
 from headpool.convert.aligned.walk import Layer
 from headpool.convert.layouts import AttentionWeights
@@ -35,11 +35,11 @@ class Fit:
     keep: bool
 
     def run(self) -> tuple[dict[str, Tensor], Figures]:
-        """The tensors that the plan declares to change, float32, and the layer's figures.
+        """The tensors that the plan declares to change, and the layer's figures.
 
         What the refit gives goes on only where it is better on held-out windows.
         """
-        search = self.alignment.groups == "search"
+        search = searches(self.plan, self.alignment)
         shared, figures = share_on_text(self.plan, self.layer, self.kv_heads, search=search)
         if self.alignment.refit:
             shared = self._refitted(shared, figures)
@@ -76,7 +76,7 @@ class Fit:
         return {name: made[name] if name in made else self._source(name) for name in declared}
 
     def _source(self, name: str) -> Tensor:
-        return read_tensor(self.plan.source.tensors[name]).float()
+        return read_tensor(self.plan.source.tensors[name]).to(compute_dtype(self.plan))
 
     def _attention(self, weights: AttentionWeights) -> nn.Module:
         return self.converted.attention_with(self.layer.index, changed(self.plan, self.layer.index, weights))

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from math import comb
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,6 +133,11 @@ class GroupLoss:
         """The lost energy of "keys" and "values" over a whole partition, each relative to the layer's total."""
         return {part: float(lost.sum()) for part, lost in self._lost(partition).items()}
 
+    @property
+    def freedom(self) -> dict[str, str]:
+        """By what "keys" and "values" can be told from shared ones."""
+        return {part: sharing.freedom for part, sharing in self._sharing.items()}
+
     def choose(self, kv_heads: int, *, search: bool) -> list[Group]:
         """The best partition into `kv_heads` groups that can be found in reasonable time; never worse than contiguous.
 
@@ -165,22 +171,12 @@ class GroupLoss:
 def permute(weights: AttentionWeights, order: Sequence[int]) -> AttentionWeights:
     """The same layer with its K/V heads in another order: head j is this one's `order[j]`.
 
-    Query heads and all that belongs to them move along (rows of q and bias_q, columns of o, per_query_head), so that
-    the layer computes what it did. Not with ALiBi, whose slopes belong to positions in the list of query heads.
-    Tensors keep their dtype.
+    Query heads and all that belongs to them move along (rows of q and bias_q, columns of o, gates, gains,
+    per_query_head), so that the layer computes what it did. Not with ALiBi, whose slopes belong to positions in the
+    list of query heads. Tensors keep their dtype.
     """
-
-    def moved(heads: Tensor | None) -> Tensor | None:
-        return None if heads is None else reorder_heads(heads, order)
-
-    return replace(
-        weights,
-        q=moved(weights.q),
-        k=moved(weights.k),
-        v=moved(weights.v),
-        o=moved(weights.o),
-        bias_q=moved(weights.bias_q),
-        bias_k=moved(weights.bias_k),
-        bias_v=moved(weights.bias_v),
-        per_query_head={name: reorder_heads(heads, order) for name, heads in weights.per_query_head.items()},
-    )
+    by_head = ("q", "k", "v", "o", "gate", "query_gains", "key_gains", "bias_q", "bias_k", "bias_v", "bias_gate")
+    held = {name: w for name in by_head if (w := getattr(weights, name)) is not None}
+    moved: dict[str, Any] = {name: reorder_heads(w, order) for name, w in held.items()}
+    beside = {name: reorder_heads(heads, order) for name, heads in weights.per_query_head.items()}
+    return replace(weights, **moved, per_query_head=beside)

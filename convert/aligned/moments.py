@@ -45,6 +45,17 @@ def rotary_of(weights: AttentionWeights) -> Rotary:
     return weights.rotary
 
 
+def is_normed(weights: AttentionWeights) -> bool:
+    """Whether norms stand between the projections of queries or keys and the scores."""
+    gains = (weights.query_norm, weights.key_norm, weights.query_gains, weights.key_gains)
+    return weights.bare_norms or any(one is not None for one in gains)
+
+
+def centred(maps_hXd: Tensor, weights: AttentionWeights) -> Tensor:
+    """Heads less their mean over the dimensions, where the norms between projections and scores take it away."""
+    return maps_hXd - maps_hXd.mean(-1, keepdim=True) if weights.centred_norms else maps_hXd
+
+
 def rows(weight: Tensor, bias: Tensor | None) -> Tensor:
     """Projections [heads, d, D] as maps of row vectors, the bias as the last row: [heads, X, d] in float64."""
     maps = weight.double().mT
@@ -72,9 +83,11 @@ class Moments:
         norm, weighted by the attention that they receive and centred within the sequence, or plain ones.
     queries [h, F]: E|q|² of each pair, after the query norm. flat_keys [k*n, k*n], flat_queries [h, n, n]: the same
     for the dimensions without rotation, keys stacked by head, and E[q^T q] whole.
-    values [k*d, k*d]: E[v^T v] of all values stacked by head, single tokens' or averaged by attention. Not centred.
+    values [k*d, k*d]: E[v^T v] of all values stacked by head, averaged by attention (without text, single tokens').
+        Not centred.
     value_means [k*d]: their mean. key_scale [k]: the root mean square of each head's keys before the key norm; None
-    where there is no norm, or where it is to be told from the weights.
+    where there is no norm, or where it is to be told from the weights. inputs [X, X]: E[x^T x] of the layer's inputs
+    with the constant 1, where norms have gains for every head; else None.
     """
 
     keys: Tensor
@@ -84,6 +97,7 @@ class Moments:
     values: Tensor
     value_means: Tensor
     key_scale: Tensor | None = None
+    inputs: Tensor | None = None
 
     def permuted(self, order: Sequence[int]) -> "Moments":
         """The moments of the layer whose K/V head j is this one's `order[j]`, query heads moved along."""
@@ -113,7 +127,7 @@ def data_free(weights: AttentionWeights, gain: Tensor) -> Moments:
     """Moments without calibration: inputs of independent entries, uncorrelated and without mean.
 
     `gain` [D] is the gain of the norm before the attention, so that E[x^T x] = diag(gain²); the bias is a row for the
-    constant 1. Key and query norms divide each head by its expected size; their gains, the same for every head, are
+    constant 1. Key and query norms divide each head by its expected size; their gains, if the same for every head, are
     left out: they scale all moments of a pair alike. Positions are left out as well.
     """
     assert weights.q is not None
@@ -132,13 +146,19 @@ def data_free(weights: AttentionWeights, gain: Tensor) -> Moments:
         maps_XK = maps_kXn.transpose(0, 1).flatten(1)
         return maps_XK.mT @ maps_XK
 
+    def normed(maps_hXd: Tensor, gains_hd: Tensor | None) -> Tensor:
+        maps_hXd = centred(maps_hXd, weights)
+        if not weights.whole_norms:
+            maps_hXd = maps_hXd / floored(_size(maps_hXd), _size(maps_hXd).amax())[:, None, None]
+        return maps_hXd if gains_hd is None else maps_hXd * gains_hd.double()[:, None]
+
     q_hXd, k_kXd = spread(weights.q, weights.bias_q), spread(weights.k, weights.bias_k)
-    if weights.query_norm is not None:
-        q_hXd = q_hXd / floored(_size(q_hXd), _size(q_hXd).amax())[:, None, None]
-    scale = None
-    if weights.key_norm is not None:
-        scale = _size(k_kXd)
-        k_kXd = k_kXd / floored(scale, scale.amax())[:, None, None]
+    scale = inputs = None
+    if is_normed(weights):
+        scale = _size(centred(k_kXd, weights))
+        q_hXd, k_kXd = normed(q_hXd, weights.query_gains), normed(k_kXd, weights.key_gains)
+    if weights.key_gains is not None:
+        inputs = gain_X1.square()[:, 0].diag()
     q_hXF, q_hXn = to_pairs(q_hXd, rotary)
     k_kXF, k_kXn = to_pairs(k_kXd, rotary)
     return Moments(
@@ -151,6 +171,7 @@ def data_free(weights: AttentionWeights, gain: Tensor) -> Moments:
         .double()
         .flatten(),
         key_scale=scale,
+        inputs=inputs,
     )
 
 

@@ -12,7 +12,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,8 +25,6 @@ from headpool.convert.aligned.moments import Moments, to_pairs
 from headpool.convert.aligned.seen import Seen, compare, sequences
 from headpool.convert.layouts import Rotary
 from headpool.errors import RequestError
-
-Values = Literal["attention", "tokens"]
 
 _NAME = "headpool"
 
@@ -52,15 +50,12 @@ class _Sums:
 
 
 class MomentsObserver:
-    """Gathers Moments of a layer over sequences.
-
-    values: whether the value moments are those of single tokens, or of the values that a query averages by the mean
-    attention of its heads.
+    """Gathers Moments of a layer over sequences; its values are those that a query averages by the mean attention of
+    its heads.
     """
 
-    def __init__(self, rotary: Rotary, *, values: Values = "attention") -> None:
+    def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
-        self._values = values
         self._sums = _Sums()
         self._sequences = 0
         self._tokens = 0
@@ -73,8 +68,7 @@ class MomentsObserver:
             total_BST[:, patch.queries, : patch.keys] += weights_BkrST.sum((1, 2))
         self._add_keys(seen.k, total_BST.sum(1))
         self._add_queries(seen.q)
-        values_BTE = seen.v.transpose(1, 2).flatten(2)
-        self._add_values(values_BTE if self._values == "tokens" else total_BST @ values_BTE / seen.q.shape[1])
+        self._add_values(total_BST @ seen.v.transpose(1, 2).flatten(2) / seen.q.shape[1])
 
     def _add_keys(self, k_BkTd: Tensor, received_BT: Tensor) -> None:
         """Rotated keys, weighted by the attention that their tokens receive, about their weighted mean."""
@@ -149,14 +143,11 @@ class GroupObserver:
         return self._sums.mean("moments", self._averages), self._sums.mean("means", self._averages).flatten()
 
 
-class HeadSizes:
-    """While its block runs, gathers the size of each head of a projection's output [B, T, heads*d], as it is before any
-    norm: what Moments call `key_scale`.
-    """
+class _Watched:
+    """While its block runs, sees what a projection gets and gives."""
 
-    def __init__(self, projection: nn.Module, heads: int) -> None:
+    def __init__(self, projection: nn.Module) -> None:
         self._projection = projection
-        self._heads = heads
         self._sums = _Sums()
         self._tokens = 0
 
@@ -168,13 +159,44 @@ class HeadSizes:
         self._hook.remove()
 
     def _add(self, _: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-        heads_NKd = output.detach().float().view(-1, self._heads, output.shape[-1] // self._heads)
+        raise NotImplementedError
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.detach().to(torch.promote_types(values.dtype, torch.float32))
+
+
+class HeadSizes(_Watched):
+    """Gathers the size of each head of a projection's output [B, T, heads*d], as it is before any norm: what Moments
+    call `key_scale`.
+    """
+
+    def __init__(self, projection: nn.Module, heads: int) -> None:
+        super().__init__(projection)
+        self._heads = heads
+
+    def _add(self, _: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        heads_NKd = _wide(output).view(-1, self._heads, output.shape[-1] // self._heads)
         self._sums.add("squares", heads_NKd.square().mean(2).sum(0))
         self._tokens += len(heads_NKd)
 
-    def root_mean_squares(self) -> Tensor:
-        """[heads]"""
-        return self._sums.mean("squares", self._tokens).sqrt()
+    def moments(self) -> dict[str, Tensor]:
+        """key_scale [heads]"""
+        return {"key_scale": self._sums.mean("squares", self._tokens).sqrt()}
+
+
+class InputMoments(_Watched):
+    """Gathers E[x^T x] of what a projection gets, with the constant 1: the Moments' `inputs`."""
+
+    def _add(self, _: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        x_ND = _wide(arguments[0]).flatten(0, -2)
+        x_NX = torch.cat((x_ND, torch.ones_like(x_ND[:, :1])), 1)
+        self._sums.add("inputs", x_NX.mT @ x_NX)
+        self._tokens += len(x_NX)
+
+    def moments(self) -> dict[str, Tensor]:
+        """inputs [X, X]"""
+        return {"inputs": self._sums.mean("inputs", self._tokens)}
 
 
 @contextlib.contextmanager

@@ -67,6 +67,11 @@ class Alignment:
         names = {"tokens": "calibration_tokens", "window": "calibration_window", "learning_rate": "heal_learning_rate"}
         return [names.get(one.name, one.name) for one in told if getattr(self, one.name) != one.default]
 
+    def needing_text(self) -> list[str]:
+        """The names of what was chosen and can only be done on calibration text."""
+        off = {"refit": self.refit, "heal": self.heal}
+        return [name for name in self.chosen() if name not in ("groups", "device") and off.get(name, True)]
+
     def text_options(self) -> dict[str, Any]:
         """What gains that are chosen on text depend on besides it, in JSON's types."""
         return {"calibration_tokens": self.tokens}

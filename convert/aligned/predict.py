@@ -16,7 +16,8 @@ from headpool.convert.aligned.run import (
     open_stock,
     read_calibration,
 )
-from headpool.convert.aligned.sharing import folds, observe
+from headpool.convert.aligned.sharing import observe, searches
+from headpool.convert.aligned.values import folds
 from headpool.convert.aligned.walk import Layer, Walk
 from headpool.convert.aligned.work import Work
 from headpool.convert.plan import Plan
@@ -45,11 +46,12 @@ def predict(plan: Plan, alignment: Alignment, seed: int) -> tuple[list[Predictio
             work=work.directory,
         )
         for layer in Walk(open_stock(plan, alignment), text.tokens, batch=batch_of(text.tokens.shape[1]), work=work):
-            loss = _loss(layer)
-            for count in counts:
-                heads = plan.before[layer.index].kv_heads
-                partition = loss.choose(min(count, heads), search=alignment.groups == "search")
-                lost[count].append(dict(loss.lost(partition)))
+            if plan.before[layer.index].kind != "none":
+                loss = _loss(layer)
+                for count in counts:
+                    heads = plan.before[layer.index].kv_heads
+                    partition = loss.choose(min(count, heads), search=searches(plan, alignment))
+                    lost[count].append(dict(loss.lost(partition)))
             alignment.progress((layer.index + 1) * text.tokens.numel(), len(plan.before) * text.tokens.numel())
     keys = plan.source.tensors[plan.layout.names(plan.units[0].layer, "k")[0]]
     predictions = [

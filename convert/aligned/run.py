@@ -24,8 +24,9 @@ from headpool.convert.aligned.fit import Fit
 from headpool.convert.aligned.gains import GainFigures, calibrate_gains
 from headpool.convert.aligned.moments import rotary_of
 from headpool.convert.aligned.options import Alignment
-from headpool.convert.aligned.sharing import Figures, changed, share_without_text
+from headpool.convert.aligned.sharing import Figures, changed, compute_dtype, searches, share_without_text
 from headpool.convert.aligned.stock import Stock
+from headpool.convert.aligned.values import BESIDE
 from headpool.convert.aligned.walk import Walk
 from headpool.convert.aligned.work import Work
 from headpool.convert.layouts import AttentionWeights
@@ -91,6 +92,7 @@ def estimate_for(plan: Plan, alignment: Alignment, shape: Sequence[int]) -> Esti
         windows,
         tokens,
         batch,
+        itemsize=compute_dtype(plan).itemsize,
         refit=alignment.refit and plan.method.aligned,
         heal_steps=alignment.heal * plan.method.aligned,
         heal_batch=batch,
@@ -103,7 +105,7 @@ def estimate_for(plan: Plan, alignment: Alignment, shape: Sequence[int]) -> Esti
 def kept_bytes(plan: Plan, tokens: int) -> int:
     """Bytes of a layer's attention inputs and outputs, where they are few enough to be held on to; 0 otherwise."""
     hidden = plan.source.tensors[plan.layout.names(plan.units[0].layer, "o")[0]].shape[0]
-    size = 3 * 4 * tokens * hidden
+    size = 3 * compute_dtype(plan).itemsize * tokens * hidden
     return size if size <= KEPT_BYTES else 0
 
 
@@ -132,31 +134,13 @@ def read_calibration(plan: Plan, alignment: Alignment, seed: int) -> Calibration
 def check_attention(plan: Plan) -> None:
     """RequestError for attention that does more than the method knows how to preserve."""
     rotary_of(AttentionWeights(rotary=plan.layout.rotary))
-    other = next((index for index, layer in enumerate(plan.before) if layer.kind == "none"), None)
-    if other is not None:
-        raise RequestError(f"method aligned cannot go past layer {other}, which has no attention; use method mean")
-    if plan.layout.query_parts > 1:
-        raise RequestError("method aligned cannot go past gates in the query projection; use method mean")
-    for name in plan.layout.gain_names(plan.units[0].layer, 1):
-        if name in plan.source.tensors:
-            raise RequestError(
-                f"method aligned cannot go past {name!r}, a norm with gains for every key head; use method mean"
-            )
+    shared = next((index for index, layer in enumerate(plan.before) if layer.shares is not None), None)
+    if shared is not None:
+        raise RequestError(f"layer {shared} reads the keys and values of another, which method aligned cannot change")
     for suffix in plan.layout.per_query_head:
         name = plan.layout.tensor(plan.units[0].layer, suffix)
-        if name in plan.source.tensors and suffix != "sinks":
-            raise RequestError(
-                f"method aligned cannot go past {name!r}, which acts between attention and output projection; "
-                f"use method mean"
-            )
-    config = plan.source.config
-    if (config.get("attn_config") or config).get("clip_qkv") is not None:
-        raise RequestError("method aligned cannot go past clip_qkv, which cuts keys off at a size; use method mean")
-    if config.get("alibi"):
-        raise RequestError(
-            "method aligned cannot move heads with ALiBi, whose slopes belong to places in the list of heads; "
-            "use method mean"
-        )
+        if name in plan.source.tensors and suffix not in BESIDE:
+            raise RequestError(f"method aligned does not know what {name!r} does to attention; use method mean")
 
 
 def align(plan: Plan, alignment: Alignment, windows_NT: Tensor | None, work: Work, *, seed: int = 0) -> list[Any]:
@@ -190,7 +174,7 @@ def _fit_layers(
 
 def _without_text(plan: Plan, alignment: Alignment) -> Iterator[tuple[int, Callable[[], Prepared]]]:
     stock = open_stock(plan, alignment)
-    search = alignment.groups == "search"
+    search = searches(plan, alignment)
     for unit in plan.units:
 
         def fit(index: int = unit.layer, kv_heads: int = unit.kv_heads) -> Prepared:
@@ -215,10 +199,9 @@ def _on_text(
 
 
 def open_stock(plan: Plan, alignment: Alignment, config_text: str | None = None) -> Stock:
-    """The source's stock class in float32, on the device that an alignment asks for."""
-    return Stock(
-        plan.source, plan.layout, device=usable_device(alignment.device), dtype=torch.float32, config_text=config_text
-    )
+    """The source's stock class, on the device that an alignment asks for."""
+    device, dtype = usable_device(alignment.device), compute_dtype(plan)
+    return Stock(plan.source, plan.layout, device=device, dtype=dtype, config_text=config_text)
 
 
 def batch_of(tokens: int) -> int:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from headpool.composite import text_config
 from headpool.convert.aligned.grouping import GroupLoss, permute
 from headpool.convert.aligned.keys import share_keys
-from headpool.convert.aligned.moments import Moments, data_free
-from headpool.convert.aligned.observe import GroupObserver, HeadSizes, MomentsObserver, observing
+from headpool.convert.aligned.moments import Moments, data_free, is_normed
+from headpool.convert.aligned.observe import GroupObserver, HeadSizes, InputMoments, MomentsObserver, observing
+from headpool.convert.aligned.options import Alignment
 from headpool.convert.aligned.stock import Stock
-from headpool.convert.aligned.values import share_values
+from headpool.convert.aligned.values import folds, share_values
 from headpool.convert.aligned.walk import Layer
-from headpool.convert.layouts import PARTS, AttentionWeights
+from headpool.convert.layouts import AttentionWeights
 from headpool.convert.plan import Plan
 from headpool.tensors import read_tensor
 
@@ -30,14 +32,16 @@ class Figures:
     """What became of a layer.
 
     partition: the groups of source heads. lost_energy: what sharing loses of "keys" and "values", relative to the
-    layer's. block_error: the relative squared error of the attention block's output on held-out calibration windows
-    after each step that was taken ("closed", "refit", "heal"); layer_error: that of the whole layer's output before
-    and after it was healed. seconds: how long it took.
+    layer's. freedom: by what keys and values are told from shared ones (docs/method.md). block_error: the relative
+    squared error of the attention block's output on held-out calibration windows after each step that was taken
+    ("closed", "refit", "heal"); layer_error: that of the whole layer's output before and after it was healed.
+    seconds: how long it took.
     """
 
     layer: int
     partition: list[list[int]]
     lost_energy: dict[str, float]
+    freedom: dict[str, str]
     block_error: dict[str, float] = field(default_factory=dict)
     layer_error: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -86,30 +90,31 @@ def observe(layer: Layer, *, record: bool = False) -> tuple[AttentionWeights, Mo
     weights = layer.walk.stock.weights(layer.index)
     assert weights.rotary is not None
     observer = MomentsObserver(weights.rotary)
-    with observing(layer.attention, observer, every=EVERY), _key_sizes(layer, weights) as sizes:
+    with observing(layer.attention, observer, every=EVERY), _before_norms(layer, weights) as before:
         layer.advance(record=record)
-    scale = None if sizes is None else sizes.root_mean_squares()
-    return weights, replace(observer.moments(), key_scale=scale)
+    return weights, replace(observer.moments(), **({} if before is None else before.moments()))
 
 
-def _key_sizes(layer: Layer, weights: AttentionWeights) -> AbstractContextManager[HeadSizes | None]:
-    """Gathers the sizes of the keys before their norm, where they have one."""
-    if weights.key_norm is None:
+def _before_norms(layer: Layer, weights: AttentionWeights) -> AbstractContextManager[HeadSizes | InputMoments | None]:
+    """Gathers what has to be known of the keys before their norm, where they have one."""
+    if not is_normed(weights):
         return contextlib.nullcontext()
     assert weights.k is not None
     projection: nn.Module = layer.attention.get_submodule(layer.walk.stock.layout.projections["k"])
-    return HeadSizes(projection, len(weights.k))
-
-
-def folds(weights: AttentionWeights) -> bool:
-    """Whether attention weights sum to one, so that a lost mean of the values is the same in every output."""
-    return not weights.per_query_head
+    return HeadSizes(projection, len(weights.k)) if weights.key_gains is None else InputMoments(projection)
 
 
 def changed(plan: Plan, index: int, weights: AttentionWeights) -> dict[str, Tensor]:
-    """What changes of a layer's attention, by the names that it has in the checkpoint, float32."""
-    tensors = plan.layout.write(weights, index)
-    return {name: tensors[name].float() for name in plan.layout.changed(index, PARTS) if name in plan.source.tensors}
+    """What changes of a layer's attention, by the names that it has in the checkpoint, in the dtype computed in."""
+    declared = set(plan.changed_in(index))
+    made = plan.layout.write(weights, index).items()
+    return {name: tensor.to(compute_dtype(plan)) for name, tensor in made if name in declared}
+
+
+def compute_dtype(plan: Plan) -> torch.dtype:
+    """What a layer is computed in: float32, or float64 where the source has it."""
+    wide = any(record.dtype == "F64" for record in plan.source.tensors.values())
+    return torch.float64 if wide else torch.float32
 
 
 def _grouped(
@@ -119,11 +124,16 @@ def _grouped(
     loss = GroupLoss(weights, moments, fold_mean=folds(weights))
     partition = loss.choose(kv_heads, search=search)
     order = [head for members in partition for head in members]
-    figures = Figures(index, [list(members) for members in partition], dict(loss.lost(partition)))
+    figures = Figures(index, [list(members) for members in partition], dict(loss.lost(partition)), loss.freedom)
     return permute(weights, order), moments.permuted(order), figures
 
 
-_ZERO_CENTRED = ("gemma", "vaultgemma", "nemotron")
+def searches(plan: Plan, alignment: Alignment) -> bool:
+    """Whether it is searched for which heads share. Not with ALiBi: slopes belong to places in the list of heads."""
+    return alignment.groups == "search" and not plan.layout.alibi
+
+
+_ZERO_CENTRED = ("gemma", "vaultgemma", "nemotron", "qwen3_next", "qwen3_5")
 """Families whose norms store their gain less one."""
 
 
@@ -134,4 +144,4 @@ def _norm_gain(plan: Plan, index: int, hidden: int) -> Tensor:
     if record is None:
         return torch.ones(hidden, dtype=torch.float64)
     gain = read_tensor(record).double()
-    return gain + 1 if plan.source.config["model_type"].startswith(_ZERO_CENTRED) else gain
+    return gain + 1 if text_config(plan.source.config)["model_type"].startswith(_ZERO_CENTRED) else gain

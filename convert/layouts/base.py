@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headpool.convert.layouts.weights import PARTS, AttentionWeights, Part, Rotary
 from headpool.geometry import Layer
@@ -20,8 +20,10 @@ class Layout(ABC):
     projection is [D, heads*d] in every layout. norms: the query and key norm; input_norms: names that the norm
     before attention may have inside the layer. key_gains: the gains of a norm across all key heads, or of one for each
     head; with * for the head's number where each is a tensor. gains_by_head: they are one tensor [k, d], not [k*d].
-    query_parts: rows of the query projection for each dimension of a head; where there are more than one, `read` is for
-    the other parts.
+    query_parts: rows of the query projection for each dimension of a head; with two, a head's gate follows its query.
+    bare_norms: the layers with norms without gains; normed_values: whether values pass such norms; clipped: whether
+    queries, keys and values are cut off at a size; alibi: whether attention is biased by a slope for each place in the
+    list of query heads.
     """
 
     stem: str
@@ -35,6 +37,10 @@ class Layout(ABC):
     key_gains: str | None = None
     gains_by_head: bool = False
     query_parts: int = 1
+    bare_norms: frozenset[int] = frozenset()
+    normed_values: bool = False
+    clipped: bool = False
+    alibi: bool = False
 
     def tensor(self, layer: int, suffix: str) -> str:
         return f"{self.stem}{layer}.{self.attention}.{suffix}"
@@ -50,15 +56,32 @@ class Layout(ABC):
         """
         names = [name for part in parts for name in self.names(layer, part)]
         names += [self.tensor(layer, suffix) for suffix in self.per_query_head if "q" in parts]
+        names += self.query_gain_names(layer) if "q" in parts else []
         names += self.gain_names(layer, self.layers[layer].kv_heads) if "k" in parts else []
         return list(dict.fromkeys(names))
 
     def gain_names(self, layer: int, kv_heads: int) -> list[str]:
         """The names of the tensors with the key heads' gains, were the layer to have so many K/V heads."""
-        if self.key_gains is None:
+        return self._numbered(self.key_gains, layer, kv_heads)
+
+    def query_gain_names(self, layer: int) -> list[str]:
+        """The names of the tensors with the query heads' gains, which are named after the key heads'."""
+        return self._numbered(self.key_gains and f"q{self.key_gains[1:]}", layer, self.layers[layer].heads)
+
+    def _numbered(self, suffix: str | None, layer: int, heads: int) -> list[str]:
+        if suffix is None:
             return []
-        numbers = range(kv_heads) if "*" in self.key_gains else (0,)
-        return [self.tensor(layer, self.key_gains.replace("*", str(number))) for number in numbers]
+        return [self.tensor(layer, suffix.replace("*", str(one))) for one in range(heads if "*" in suffix else 1)]
+
+    @property
+    def whole_norms(self) -> bool:
+        """Whether norms that have gains for every head span all heads."""
+        return self.key_gains is not None and "*" not in self.key_gains and not self.gains_by_head
+
+    def _bare(self, layer: int, **parts: Any) -> AttentionWeights:
+        """These parts of a layer, with what is known of it without its tensors."""
+        facts: dict[str, Any] = {"normed_values": self.normed_values, "clipped": self.clipped}
+        return AttentionWeights(rotary=self.rotary, bare_norms=layer in self.bare_norms, **facts, **parts)
 
     @abstractmethod
     def together(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:

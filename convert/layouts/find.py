@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from headpool import families
+from headpool.composite import text_config
 from headpool.convert.layouts.base import Layout
 from headpool.convert.layouts.fused import Fused
 from headpool.convert.layouts.separate import Separate
@@ -71,12 +72,18 @@ def _layout(stem: str, config: Mapping[str, Any], family: Family, layers: tuple[
         "per_query_head": tuple(
             suffix
             for suffix, follows in family.attention_tensors.items()
-            if follows == "heads" and suffix.split(".")[0] not in projections.values()
+            if follows == "heads"
+            and suffix.split(".")[0] not in projections.values()
+            and suffix[1:] != (family.key_gains or "")[1:]  # gains of the query heads, named after the key heads'
         ),
         "norms": _norms(family),
         "input_norms": family.input_norms,
         "key_gains": family.key_gains,
         "query_parts": family.query_parts,
+        "bare_norms": frozenset(families.bare_norms(config, family, len(layers))),
+        "normed_values": family.model_type in families.VALUE_NORMS,
+        "clipped": families.clipped(config),
+        "alibi": bool(text_config(config).get("alibi")),
     }
     return Separate(**common) if family.fused is None else Fused(**common, order=family.fused.order)
 

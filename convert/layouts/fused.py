@@ -37,7 +37,7 @@ class Fused(Layout):
                 if not prefix or name in tensors:
                     held = dict(zip(("q", "k", "v"), self._split(tensors[name], layer), strict=True))
                     values |= {f"{prefix}{part}": held[part] for part in fused}
-        return self._read_output(AttentionWeights(rotary=self.rotary, **values), tensors, layer, parts)
+        return self._read_output(self._bare(layer, **values), tensors, layer, parts)
 
     def write(self, weights: AttentionWeights, layer: int) -> "dict[str, Tensor]":
         tensors = self._write_output(weights, layer)

@@ -150,7 +150,7 @@ def test_random_leaves_the_queries_alone(tmp_path: Path, name: str) -> None:
 
 
 def aligned(source: Path, out: Path, kv_heads: int, **options: Any) -> list[dict[str, Any]]:
-    given = Alignment(device="cpu", tokens=4096, window=64, **options)
+    given = Alignment(device="cpu", **options)
     convert_checkpoint(str(source), out, kv_heads=kv_heads, method="aligned", alignment=given)
     layers: list[dict[str, Any]] = json.loads((out / "headpool.json").read_text())["layers"]
     return layers
@@ -176,6 +176,8 @@ def test_aligned_without_text_loses_nothing_of_equal_heads(tmp_path: Path, name:
         ("gpt_bigcode", "attention"),
         ("falcon two norms", "layer"),
         ("falcon one norm", "attention"),
+        ("dbrx", "attention"),
+        ("falcon one norm, alibi", "attention"),
     ],
 )
 def test_aligned_on_text_brings_blocks_nearer(tmp_path: Path, name: str, scope: str) -> None:
@@ -187,6 +189,8 @@ def test_aligned_on_text_brings_blocks_nearer(tmp_path: Path, name: str, scope: 
         tmp_path / "out",
         fused.fewer(name),
         calibration=read_documents(novel),
+        tokens=4096,
+        window=64,
         heal=20,
         heal_scope=scope,
     )
@@ -199,18 +203,10 @@ def test_aligned_on_text_brings_blocks_nearer(tmp_path: Path, name: str, scope: 
     assert (healed - first).square().sum() < 0.8 * (pooled - first).square().sum()
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("dbrx", "clip_qkv"),
-        ("falcon alibi", "ALiBi"),
-    ],
-)
-def test_what_aligned_cannot_go_past(tmp_path: Path, name: str, reason: str) -> None:
-    source = fused.checkpoint(tmp_path / "source", name)
-    with pytest.raises(RequestError, match=reason):
-        aligned(source, tmp_path / "out", fused.fewer(name))
-    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+def test_heads_with_alibi_stay_in_their_places(tmp_path: Path) -> None:
+    source = fused.checkpoint(tmp_path / "source", "falcon one norm, alibi")
+    layers = aligned(source, tmp_path / "out", fused.KV)
+    assert all(layer["partition"] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]] for layer in layers)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import registry
+import steps
 import tiny
 import torch
+from walking import WINDOWS, stock
 
 from headpool import reference
 from headpool.checkpoint import open_source
 from headpool.convert.aligned.calibration import calibration
 from headpool.convert.aligned.gains import choose_gains
 from headpool.convert.aligned.options import Alignment
+from headpool.convert.aligned.walk import Walk
 from headpool.convert.run import convert_checkpoint
 from headpool.errors import RequestError
 from headpool.families import families
@@ -222,9 +225,8 @@ def test_text_for_nothing_is_refused(tmp_path: Path, text: TextData) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_aligned_says_that_it_cannot(family: str, source: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"cannot go past '.*norm.*use method mean"):
-        convert_checkpoint(str(source), tmp_path / "out", kv_heads=KV, method="aligned")
+def test_the_steps_of_aligned_change_nothing_with_one_head_in_a_group(source: Path) -> None:
+    steps.check(next(iter(Walk(stock(source), WINDOWS[:1], batch=1))))
 
 
 def test_gains_that_do_not_fit_the_heads_are_named(family: str, source: Path, tmp_path: Path) -> None:

@@ -36,10 +36,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"head_dim": None, "num_key_value_heads": 4}),
     "falcon": ("falcon", fused.FALCON | fused.NEW | {"num_kv_heads": 4}),
     "gpt_bigcode": ("gpt_bigcode", {"head_dim": None, "num_key_value_heads": None, "multi_query": False}),
+    "dbrx, cut off": ("dbrx", fused.DBRX | fused.attn(4)),
+    "olmo2": ("olmo2", {"num_key_value_heads": 4}),
+    "afmoe": ("afmoe", {"num_key_value_heads": 4, "num_dense_layers": 2}),
+    "bitnet": ("bitnet", {"num_key_value_heads": 4}),
 }
 """Half-split and interleaved, whole and partial rotary, biases of q, k, v and o, sinks, norms with and without
-centring, fused projections.
+centring, of each head or of all, fused projections, gates, a norm of the output, and all of it cut off at a size.
 """
+
+RESTRICTED = ("dbrx, cut off", "olmo2", "afmoe", "bitnet")
+"""Where less is free than complex multiples of keys and maps of values."""
 
 OF_THEIR_OWN = ("falcon", "gpt_bigcode")
 """Their configs say in a way of their own that there are half as many K/V heads, or cannot."""
@@ -148,7 +155,7 @@ def test_the_refit_of_an_exact_layer_moves_no_logit(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if "norms" not in name and name not in ("qwen3", *OF_THEIR_OWN)]
+    "name", [name for name in FAMILIES if "norms" not in name and name not in ("qwen3", *OF_THEIR_OWN, *RESTRICTED)]
 )
 def test_what_a_group_has_in_common_is_kept(name: str) -> None:
     """Keys that are complex multiples of one another and values that span one head's dimensions, in the stock class
@@ -196,7 +203,9 @@ def test_every_kind_of_layer_is_among_them() -> None:
     kinds = {(w.rotary.kind, w.rotary.dims < w.k.shape[1]) for w in read.values() if w.rotary and w.k is not None}
     assert kinds == {("half-split", False), ("half-split", True), ("interleaved", False), ("interleaved", True)}
     assert any(w.bias_o is not None and w.bias_q is not None for w in read.values())
-    assert {name for name, w in read.items() if w.key_norm is not None} == {"qwen3", "phi with norms"}
+    assert {name for name, w in read.items() if w.key_norm is not None} == {"qwen3", "phi with norms", "afmoe"}
+    assert [name for name, w in read.items() if w.whole_norms and w.query_gains is not None] == ["olmo2"]
+    assert [name for name, w in read.items() if w.clipped] == ["dbrx, cut off"]
     assert all((w.query_norm is None) == (w.key_norm is None) for w in read.values())
     assert [name for name, w in read.items() if w.centred_norms] == ["phi with norms"]
     assert "sinks" in read["granite_swa"].per_query_head
