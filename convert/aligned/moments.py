@@ -27,6 +27,20 @@ def to_pairs(x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
     return torch.complex(*(half.contiguous() for half in turned.chunk(2, -1))), flat
 
 
+def pair_moments(heads_BkTd: Tensor, rotary: Rotary) -> Tensor:
+    """The sum over all tokens of x_j conj(x_l), complex [F, k, k], of each rotary pair of heads [B, k, T, d].
+
+    With x = a + ib, its real part is a_j a_l + b_j b_l, one product of real numbers.
+    """
+    turned = heads_BkTd[..., : rotary.dims]
+    halves = (rotary.dims // 2, 2) if rotary.kind == "interleaved" else (2, rotary.dims // 2)
+    order = (3, 1, 4, 0, 2) if rotary.kind == "interleaved" else (4, 1, 3, 0, 2)
+    parts_FkcN = torch.unflatten(turned, -1, halves).permute(order).flatten(3)
+    both, (a, b) = parts_FkcN.flatten(2), parts_FkcN.unbind(2)
+    crossed = a @ b.mT
+    return torch.complex(both @ both.mT, crossed.mT - crossed)
+
+
 def from_pairs(pairs: Tensor, flat: Tensor, rotary: Rotary) -> Tensor:
     """Heads [..., d] from their pairs and the rest: the inverse of `to_pairs`."""
     if rotary.kind == "interleaved":

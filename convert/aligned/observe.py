@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
-from headpool.convert.aligned.moments import Moments, to_pairs
+from headpool.convert.aligned.moments import Moments, pair_moments, to_pairs
 from headpool.convert.aligned.seen import Seen, compare, sequences
 from headpool.convert.layouts import Rotary
 from headpool.errors import RequestError
@@ -72,18 +72,16 @@ class MomentsObserver:
 
     def _add_keys(self, k_BkTd: Tensor, received_BT: Tensor) -> None:
         """Rotated keys, weighted by the attention that their tokens receive, about their weighted mean."""
-        share_B1T1 = (received_BT / received_BT.sum(1, keepdim=True))[:, None, :, None]
-        centred_BkTd = (k_BkTd - (share_B1T1 * k_BkTd).sum(2, keepdim=True)) * share_B1T1.sqrt()
-        pairs_BkTF, flat_BkTn = to_pairs(centred_BkTd, self._rotary)
-        pairs_FkT = pairs_BkTF.permute(3, 1, 0, 2).flatten(2)
-        flat_TE = flat_BkTn.transpose(1, 2).flatten(2).flatten(0, 1)
-        self._sums.add("keys", pairs_FkT @ pairs_FkT.mH)
+        share_B1T = (received_BT / received_BT.sum(1, keepdim=True))[:, None]
+        centred_BkTd = (k_BkTd - share_B1T[:, None] @ k_BkTd).mul_(share_B1T.sqrt()[..., None])
+        flat_TE = centred_BkTd[..., self._rotary.dims :].transpose(1, 2).flatten(2).flatten(0, 1)
+        self._sums.add("keys", pair_moments(centred_BkTd, self._rotary))
         self._sums.add("flat_keys", flat_TE.mT @ flat_TE)
         self._sequences += len(k_BkTd)
 
     def _add_queries(self, q_BhTd: Tensor) -> None:
         squares_F, _ = to_pairs(q_BhTd.square().sum((0, 2)), self._rotary)
-        flat_hTn = to_pairs(q_BhTd, self._rotary)[1].transpose(0, 1).flatten(1, 2)
+        flat_hTn = q_BhTd[..., self._rotary.dims :].transpose(0, 1).flatten(1, 2)
         self._sums.add("queries", squares_F.real + squares_F.imag)
         self._sums.add("flat_queries", flat_hTn.mT @ flat_hTn)
         self._tokens += len(q_BhTd) * q_BhTd.shape[2]
@@ -200,18 +198,20 @@ class InputMoments(_Watched):
 
 
 @contextlib.contextmanager
-def observing(attention: nn.Module, observer: Observer, *, every: int = 1) -> Iterator[None]:
+def observing(attention: nn.Module, observer: Observer, *, every: int = 1, known: bool = False) -> Iterator[None]:
     """While the block runs, `observer` is given all sequences that go through an attention submodule.
 
-    every: one query in so many is looked at, the last of each run of that length.
+    every: one query in so many is looked at, the last of each run of that length. known: the class has been observed
+    before, so nothing is compared; and what the submodule gives is of no use, so it does not attend where it can do
+    without.
 
     Raises RequestError where the class computes attention in a way that is not known here.
     """
-    observation = _Observation(observer, every)
+    observation = _Observation(observer, every, known)
     asks = hasattr(sys.modules[type(attention).__module__], "ALL_ATTENTION_FUNCTIONS")
     with _answering(attention, observation) if asks else _Watch(attention, observation):
         yield
-    if not observation.compared:
+    if not (known or observation.compared):
         raise RequestError(f"{type(attention).__name__} does not say what it attends to, so it cannot be observed")
 
 
@@ -219,6 +219,7 @@ def observing(attention: nn.Module, observer: Observer, *, every: int = 1) -> It
 class _Observation:
     observer: Observer
     every: int
+    known: bool
     compared: bool = False
 
     @torch.no_grad()
@@ -232,7 +233,7 @@ class _Observation:
     ) -> None:
         """Take in what attention was computed from, q, k, v [B, heads, T, d], and what the class made of it."""
         for seen in sequences(*qkv, mask, self.every, keywords):
-            if not self.compared:
+            if not (self.known or self.compared):
                 compare(module, seen, result_BThd)
                 self.compared = True
             self.observer.add(seen)
@@ -305,7 +306,10 @@ def _attend(
 ) -> tuple[Tensor, Any]:
     """The attention function that transformers calls in an observed submodule; query, key, value [B, heads, T, d]."""
     observation, function = _observed[module]
-    result = function(module, query, key, value, attention_mask, **keywords)
+    if observation.known:
+        result: tuple[Tensor, Any] = torch.zeros_like(query).transpose(1, 2), None
+    else:
+        result = function(module, query, key, value, attention_mask, **keywords)
     observation.see(module, (query, key, value), attention_mask, keywords, result[0])
     return result
 

@@ -55,7 +55,7 @@ def share_on_text(plan: Plan, layer: Layer, kv_heads: int, *, search: bool) -> t
     weights, moments = observe(layer, record=True)
     weights, moments, figures = _grouped(layer.index, weights, moments, kv_heads, search=search)
     averaged = GroupObserver(figures.partition)
-    with observing(layer.attention, averaged, every=EVERY):
+    with observing(layer.attention, averaged, every=EVERY, known=True):
         for block in layer.blocks(_sample(layer)):
             block.through(layer.attention)
     shared = share_keys(weights, kv_heads, moments)

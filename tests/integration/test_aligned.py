@@ -71,7 +71,7 @@ def test_expanded_heads_come_back_without_loss(
     (wide / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 12}))
     convert(wide, tmp_path / "out", 4, alignment(text if calibrated else None, refit=False))
     expected, found = (tiny.logits(tiny.load(one)) for one in (wide, tmp_path / "out"))
-    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()  # tensors are handed on in float32
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max()  # norms round to float32
     assert all(sum(layer["lost_energy"].values()) < 1e-9 for layer in facts(tmp_path / "out")["layers"])
 
 
@@ -261,6 +261,8 @@ OWN_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "norms without gains": ("nanochat", {}),
     "a norm of the output": ("bitnet", {}),
     "cut off at a size": ("olmo", {"clip_qkv": 0.1}),
+    "biases and partial rotation": ("phi", {"partial_rotary_factor": 0.5}),
+    "norms of queries and keys": ("qwen3", {"head_dim": 16, "attention_bias": True}),
 }  # fmt: skip
 
 
@@ -268,6 +270,7 @@ FREE = {
     "gates, in a hybrid": ("units", "factors"), "a norm across all heads": ("factors", "maps"),
     "norms with gains for every head": ("factors", "maps"), "norms without gains": ("units", "maps"),
     "a norm of the output": ("maps", "signs"), "cut off at a size": ("units", "signs"),
+    "biases and partial rotation": ("maps", "maps"), "norms of queries and keys": ("units", "maps"),
 }  # fmt: skip
 """What method.md says is left of keys and of values."""
 

@@ -48,6 +48,9 @@ centring, of each head or of all, fused projections, gates, a norm of the output
 RESTRICTED = ("dbrx, cut off", "olmo2", "afmoe", "bitnet")
 """Where less is free than complex multiples of keys and maps of values."""
 
+SIGNED = ("dbrx, cut off", "bitnet")
+"""Where only signs of values are: one head by itself stays as it is."""
+
 OF_THEIR_OWN = ("falcon", "gpt_bigcode")
 """Their configs say in a way of their own that there are half as many K/V heads, or cannot."""
 
@@ -115,7 +118,7 @@ def test_one_head_in_a_group_moves_no_logit(name: str, step: str) -> None:
     assert before.std() > 0.05
     assert (after - before).abs().max() < exact(name)
     moved = {key for key, w in model.state_dict().items() if not torch.equal(made.state_dict()[key], w)}
-    assert moved or step == "keys", "the step did something"
+    assert moved or step == "keys" or (step == "values" and name in SIGNED), "the step did something"
 
 
 def outputs(model: Any) -> list[tuple[Tensor, Tensor]]:

@@ -13,6 +13,7 @@ from walking import KINDS, WINDOWS, stock
 
 from headpool import reference
 from headpool.convert.aligned import seen
+from headpool.convert.aligned.moments import pair_moments
 from headpool.convert.aligned.observe import GroupObserver, HeadSizes, MomentsObserver, observing
 from headpool.convert.aligned.walk import Block, Layer, Walk
 from headpool.convert.layouts import Rotary
@@ -220,3 +221,26 @@ def test_sizes_of_heads_are_those_before_the_norm(tmp_path: Path) -> None:
             layer.advance()
         k = np.concatenate([projected(attention, "k_proj", x) for b in layer.blocks() for x in b.x.double().numpy()], 1)
         np.testing.assert_allclose(sizes.moments()["key_scale"].numpy(), np.sqrt(np.square(k).mean((1, 2))), rtol=1e-5)
+
+
+@pytest.mark.parametrize("rotary", [Rotary("half-split", 8), Rotary("half-split", 4), Rotary("interleaved", 6)])
+def test_moments_of_pairs_are_products_of_complex_numbers(rotary: Rotary) -> None:
+    x = np.random.default_rng(0).normal(size=(2, 3, 5, 8))
+    half = rotary.dims // 2
+    of = [(f, f + half) if rotary.kind == "half-split" else (2 * f, 2 * f + 1) for f in range(half)]
+    pairs = np.stack([x[..., a] + 1j * x[..., b] for a, b in of], -1)
+    expected = np.einsum("bjtf,bltf->fjl", pairs, pairs.conj())
+    np.testing.assert_allclose(pair_moments(torch.from_numpy(x), rotary).numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])
+def test_what_is_known_is_observed_without_attending(family: str, tmp_path: Path) -> None:
+    layer = next(layers(tmp_path, family))
+    block = layer.block(slice(0, 3))
+    found = []
+    for known in (False, True):
+        observer = GroupObserver([(0, 2), (3, 1)])
+        with observing(layer.attention, observer, every=2, known=known):
+            block.through(layer.attention)
+        found.append(observer.moments())
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
