@@ -217,7 +217,7 @@ def _prepared(plan: Plan, out: Path, alignment: "Alignment", seed: int) -> Itera
 
     directory = alignment.work or out.absolute().with_name(f".{out.name}.aligning")
     try:
-        facts = prepare(plan, alignment, directory, seed)
+        facts = prepare(plan, alignment, directory, seed, out)
     except OSError as error:
         raise HeadpoolError(f"{directory}: {error.strerror}; the layers that are done are kept there") from error
     except RequestError:  # nothing to go on with: the same request would be refused again

@@ -32,8 +32,8 @@ class Task:
     """What shall be done: calibration windows [windows, tokens], `batch` of them at a time.
 
     itemsize: of the dtype computed in. heal_steps: 0 for none; of `whole_layers`, or of attention alone. kept: bytes of
-    inputs and outputs that are held on to for refit and healing. scores: the class's attention holds all its scores at
-    once (eager).
+    inputs and outputs that are held on to for refit and healing; without, those of `held_out` windows are. scores: the
+    class's attention holds all its scores at once (eager). output: bytes of the result where it goes to the same disk.
     """
 
     windows: int
@@ -45,7 +45,9 @@ class Task:
     heal_batch: int = 1
     whole_layers: bool = False
     kept: int = 0
+    held_out: int = 1
     scores: bool = False
+    output: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,40 +95,44 @@ def estimate(source: Source, layout: Layout, task: Task) -> Estimate:
     algebra = DOUBLE * (6 * sizes.keys**2 + 4 * sizes.attention)
     solving = DOUBLE * (6 * sizes.queries**2 + 3 * sizes.queries * sizes.hidden) * task.refit
     trained = sizes.layer if task.whole_layers else sizes.attention
-    healing = FLOAT * 6 * trained * bool(task.heal_steps)
+    healing = task.itemsize * 6 * trained * bool(task.heal_steps)
     passing = (
         task.itemsize * batch_tokens * (6 * sizes.hidden + 4 * (sizes.queries + 2 * sizes.keys) + 3 * sizes.widest)
     )
-    scores = FLOAT * 4 * task.batch * max(one.heads for one in layout.layers) * task.tokens**2 * task.scores
+    scores = task.itemsize * 4 * task.batch * max(one.heads for one in layout.layers) * task.tokens**2 * task.scores
     widths = 12 * (sizes.hidden + sizes.queries + 2 * sizes.keys) + 6 * sizes.widest * task.whole_layers
-    learning = FLOAT * task.heal_batch * task.tokens * widths
+    learning = task.itemsize * task.heal_batch * task.tokens * widths
+    kept = task.kept or 2 * task.itemsize * task.held_out * task.tokens * sizes.hidden
+    inputs = DOUBLE * 2 * sizes.hidden**2 * (layout.key_gains is not None)
+    hidden_states = 3 * task.itemsize * task.windows * task.tokens * sizes.hidden
     phases: dict[str, dict[str, int]] = {
         "embedding": {"embedding": loading * sizes.embedding},
         "loading": {"decoder layer": loading * sizes.layer},
         "observing": {
             "decoder layer": task.itemsize * sizes.layer,
             "activations": passing + scores,
-            "statistics": OBSERVING + DOUBLE * 4 * sizes.keys**2,
+            "statistics": OBSERVING + DOUBLE * 4 * sizes.keys**2 + inputs,
         },
         "solving": {
             "decoder layer": task.itemsize * (sizes.layer + sizes.attention),
             "activations": passing + scores + DOUBLE * batch_tokens * 3 * (sizes.queries + sizes.hidden) * task.refit,
-            "statistics": algebra + solving,
+            "statistics": algebra + solving + inputs,
             "held inputs": task.kept,
         },
         "healing": {
             "decoder layer": task.itemsize * (sizes.layer + trained),
             "activations": learning + scores,
             "training": healing,
-            "held inputs": task.kept,
+            "held inputs": kept,
         },
     }
     worst = max(phases.values(), key=lambda parts: sum(parts.values()))
     return Estimate(
         memory={"process": BASE, "outside the layers": task.itemsize * sizes.rest, **worst},
         disk={
-            "hidden states": 3 * FLOAT * task.windows * task.tokens * sizes.hidden,
-            "results": FLOAT * len(layout.layers) * trained,
+            "hidden states": hidden_states,
+            "results": task.itemsize * len(layout.layers) * trained,
+            **({"output beside them": task.output - hidden_states} if task.output > hidden_states else {}),
         },
         flops=_flops(sizes, task) * len(layout.layers),
     )
@@ -218,4 +224,13 @@ def _free_ram() -> int:
 
 def free_disk(path: Path) -> int:
     """Bytes free where `path` is, or will be."""
-    return shutil.disk_usage(next(one for one in (path, *path.resolve().parents) if one.exists())).free
+    return shutil.disk_usage(_existing(path)).free
+
+
+def on_one_disk(one: Path, other: Path) -> bool:
+    """Whether two paths are, or will be, on one file system."""
+    return _existing(one).stat().st_dev == _existing(other).stat().st_dev
+
+
+def _existing(path: Path) -> Path:
+    return next(one for one in (path, *path.resolve().parents) if one.exists())

@@ -19,8 +19,16 @@ from torch import Tensor
 
 from headpool import __version__
 from headpool.convert.aligned.calibration import Calibration, calibration
-from headpool.convert.aligned.estimate import Estimate, Task, check_resources, estimate, free_disk, free_memory
-from headpool.convert.aligned.fit import Fit
+from headpool.convert.aligned.estimate import (
+    Estimate,
+    Task,
+    check_resources,
+    estimate,
+    free_disk,
+    free_memory,
+    on_one_disk,
+)
+from headpool.convert.aligned.fit import HELD_OUT, Fit
 from headpool.convert.aligned.gains import GainFigures, calibrate_gains
 from headpool.convert.aligned.moments import rotary_of
 from headpool.convert.aligned.options import Alignment
@@ -45,14 +53,15 @@ Prepared = tuple[dict[str, Tensor], Figures | GainFigures]
 """The changed tensors of a layer by their names, and its figures."""
 
 
-def prepare(plan: Plan, alignment: Alignment, directory: Path, seed: int) -> dict[str, Any]:
+def prepare(plan: Plan, alignment: Alignment, directory: Path, seed: int, out: Path) -> dict[str, Any]:
     """Align every layer of the plan, or for a method that pools choose the gains of its norms, and leave the tensors in
     `directory` under `layer_file`; gives what headpool.json says of it.
 
-    A directory that a killed run of the same alignment left is gone on with.
+    A directory that a killed run of the same alignment left is gone on with. The result is to be at `out`.
 
-    Raises RequestError for calibration text that is too short, where activations are not finite (the layer is named),
-    for attention that cannot be observed or has no freedom to use, and while another process works there.
+    Raises RequestError for calibration text that is too short, too little memory or space on the disk, activations that
+    are not finite (the layer is named), attention that cannot be observed or has no freedom to use, and while another
+    process works there.
     """
     if plan.method.aligned:
         check_attention(plan)
@@ -74,7 +83,7 @@ def prepare(plan: Plan, alignment: Alignment, directory: Path, seed: int) -> dic
     }
     if text is not None:
         check_resources(
-            estimate_for(plan, alignment, text.tokens.shape),
+            estimate_for(plan, alignment, text.tokens.shape, output=plan.nbytes * on_one_disk(directory, out)),
             memory=free_memory(usable_device(alignment.device)),
             disk=free_disk(directory),
             work=directory,
@@ -84,10 +93,13 @@ def prepare(plan: Plan, alignment: Alignment, directory: Path, seed: int) -> dic
     return {"options": options, "layers": [asdict(one) for one in figures]}
 
 
-def estimate_for(plan: Plan, alignment: Alignment, shape: Sequence[int]) -> Estimate:
-    """What aligning on calibration windows of `shape` [N, T] will take."""
+def estimate_for(plan: Plan, alignment: Alignment, shape: Sequence[int], output: int = 0) -> Estimate:
+    """What aligning on calibration windows of `shape` [N, T] will take; `output` is bytes of the result where it goes
+    to the same disk.
+    """
     windows, tokens = shape
     batch = min(batch_of(tokens), windows)
+    stock = open_stock(plan, alignment)
     task = Task(
         windows,
         tokens,
@@ -97,15 +109,22 @@ def estimate_for(plan: Plan, alignment: Alignment, shape: Sequence[int]) -> Esti
         heal_steps=alignment.heal * plan.method.aligned,
         heal_batch=batch,
         whole_layers=alignment.whole_layers and plan.method.aligned,
-        kept=kept_bytes(plan, windows * tokens) * plan.method.aligned,
+        kept=kept_bytes(plan, stock, shape) * plan.method.aligned,
+        held_out=max(1, windows // HELD_OUT),
+        scores=stock.eager,
+        output=output,
     )
     return estimate(plan.source, plan.layout, task)
 
 
-def kept_bytes(plan: Plan, tokens: int) -> int:
-    """Bytes of a layer's attention inputs and outputs, where they are few enough to be held on to; 0 otherwise."""
+def kept_bytes(plan: Plan, stock: Stock, shape: Sequence[int]) -> int:
+    """Bytes of a layer's attention inputs, masks and outputs for windows of `shape` [N, T], where they are few enough
+    to be held on to; 0 otherwise.
+    """
+    windows, tokens = shape
     hidden = plan.source.tensors[plan.layout.names(plan.units[0].layer, "o")[0]].shape[0]
-    size = 3 * compute_dtype(plan).itemsize * tokens * hidden
+    masked = stock.eager or any(layer.kind == "sliding" for layer in plan.before)
+    size = compute_dtype(plan).itemsize * windows * tokens * (3 * hidden + tokens * masked)
     return size if size <= KEPT_BYTES else 0
 
 
@@ -189,8 +208,9 @@ def _on_text(
 ) -> Iterator[tuple[int, Callable[[], Prepared]]]:
     converted = open_stock(plan, alignment, config_text=plan.config_text)
     kv_heads = {unit.layer: unit.kv_heads for unit in plan.units}
-    keep = kept_bytes(plan, windows_NT.numel()) > 0
-    for layer in Walk(open_stock(plan, alignment), windows_NT, batch=batch_of(windows_NT.shape[1]), work=work):
+    stock = open_stock(plan, alignment)
+    keep = kept_bytes(plan, stock, windows_NT.shape) > 0
+    for layer in Walk(stock, windows_NT, batch=batch_of(windows_NT.shape[1]), work=work):
         target = kv_heads.get(layer.index, 0)
         if plan.method.aligned:
             yield layer.index, Fit(plan, alignment, layer, converted, target, seed, keep).run

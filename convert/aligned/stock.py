@@ -28,7 +28,7 @@ class Stock:
     """The stock class of a checkpoint, which gives pieces of the model with their weights.
 
     `config_text` is another config.json for the same class (that of the converted model); None means the source's own.
-    `dtype` is what the pieces compute in, `device` where they are.
+    `dtype` is what the pieces compute in, `device` where they are; `eager`: their attention holds all its scores.
     """
 
     def __init__(
@@ -41,9 +41,11 @@ class Stock:
         self.config = _read_config(source.config_text if config_text is None else config_text, source.model)
         try:
             with torch.device("meta"):
-                self._class: Any = type(AutoModel.from_config(self.config))
+                bare = AutoModel.from_config(self.config)
         except ValueError as error:
             raise RequestError(f"{source.model}: no class of transformers is this model without its head") from error
+        self._class: Any = type(bare)
+        self.eager: bool = bare.config._attn_implementation == "eager"
         self._list = layout.stem.rstrip(".").rpartition(".")[2]
         self._stems = families.find_family(source.config).stems
 

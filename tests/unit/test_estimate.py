@@ -2,13 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
 from walking import stock
 
+from headpool.checkpoint import open_source
 from headpool.convert.aligned.estimate import Estimate, Task, check_resources, estimate, free_disk, free_memory
+from headpool.convert.aligned.options import Alignment
+from headpool.convert.aligned.run import kept_bytes, open_stock
+from headpool.convert.plan import plan_conversion
 from headpool.errors import RequestError
 from headpool.headers import TensorRecord
 
@@ -39,7 +44,33 @@ def test_more_work_takes_more(tmp_path: Path) -> None:
     assert of(tmp_path, replace(TASK, batch=8)).memory_bytes > of(tmp_path).memory_bytes
     assert of(tmp_path, replace(TASK, heal_steps=1, heal_batch=4096)).memory_bytes > of(tmp_path).memory_bytes
     assert of(tmp_path, replace(TASK, windows=16)).memory == of(tmp_path).memory
+    scores = of(tmp_path, replace(TASK, scores=True)).memory["activations"] - of(tmp_path).memory["activations"]
+    assert scores >= 4 * 2 * 12 * 32**2, "of a batch, in float32"
+    healing = replace(TASK, heal_steps=1, heal_batch=4096)
+    more = of(tmp_path, replace(healing, held_out=9)).memory_bytes - of(tmp_path, healing).memory_bytes
+    assert more == 8 * 2 * 4 * 32 * 96, "inputs and outputs of the windows held out"
     assert of(tmp_path, replace(TASK, windows=16, refit=False)).flops == pytest.approx(2 * plain.flops)
+
+
+def test_a_result_on_the_same_disk_counts_where_it_is_larger_than_what_makes_room_for_it(tmp_path: Path) -> None:
+    tiny.checkpoint(tmp_path)
+    alone = of(tmp_path).disk_bytes
+    results = of(tmp_path).disk["results"]
+    assert of(tmp_path, replace(TASK, output=100)).disk_bytes == alone
+    assert of(tmp_path, replace(TASK, output=2 * alone)).disk_bytes == results + 2 * alone
+
+
+@pytest.mark.parametrize(("family", "changes", "eager", "masks"), [
+    ("llama", {}, False, 0), ("mistral", {}, False, 1), ("granite_swa", {}, True, 1),
+])  # fmt: skip
+def test_scores_and_masks_are_counted_where_there_are_any(
+    tmp_path: Path, family: str, changes: dict[str, Any], eager: bool, masks: int
+) -> None:
+    plan = plan_conversion(open_source(str(tiny.checkpoint(tmp_path, family, **changes))), kv_heads=4, method="aligned")
+    built = open_stock(plan, Alignment(device="cpu"))
+    assert built.eager == eager
+    assert kept_bytes(plan, built, (10, 32)) == 4 * 10 * 32 * (3 * 96 + masks * 32)
+    assert kept_bytes(plan, built, (10**6, 2048)) == 0
 
 
 def test_a_large_embedding_is_the_worst_moment(tmp_path: Path) -> None:
