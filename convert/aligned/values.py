@@ -66,8 +66,8 @@ def share_values(
     `fold_mean` and an output bias, what is lost of the mean goes into the bias. All else is as it was; results are
     float64.
 
-    A group whose values span at most d dimensions loses nothing, and so does any group of one. RequestError for layers
-    whose values are their keys.
+    A group whose values span at most d dimensions, or are multiples of each other where less is free, loses nothing,
+    and so does any group of one. RequestError for layers whose values are their keys.
     """
     if weights.v is None or weights.o is None:
         raise RequestError("method aligned needs values of their own; this layer's are its keys")

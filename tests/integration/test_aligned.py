@@ -227,6 +227,18 @@ def test_a_dry_run_predicts_every_number_of_heads(tmp_path: Path, spread: Path, 
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_dry_run_predicts_of_a_hybrid_by_the_layers_that_attend(tmp_path: Path, text: TextData) -> None:
+    family, changes = OWN_WAYS["gates, in a hybrid"]
+    source = tiny.checkpoint(tmp_path / "source", family, vocab_size=2048, tokenizer=True, **changes)
+    convert(source, tmp_path / "out", 4, alignment(text))
+    [lost] = [layer["lost_energy"] for layer in facts(tmp_path / "out")["layers"] if "lost_energy" in layer]
+    found = {
+        one.kv_heads: one for one in convert(source, tmp_path / "none", 4, alignment(text), dry_run=True).predictions
+    }
+    assert list(found) == [12, 6, 4, 3, 2, 1]
+    assert (found[4].keys, found[4].values) == pytest.approx((lost["keys"], lost["values"]))
+
+
 def test_refusals(tmp_path: Path, spread: Path, text: TextData) -> None:
     short = TextData(["Too short."], "0" * 64, "short.txt")
     refused = {
