@@ -9,7 +9,7 @@ from headpool.errors import RequestError
 from headpool.text import TextData, is_file_name
 
 CALIBRATION_TOKENS = 524_288
-HEAL_STEPS = 800
+HEAL_STEPS = 1000
 
 GROUPS = ("search", "contiguous")
 SCOPES = ("layer", "attention")

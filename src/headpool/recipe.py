@@ -49,7 +49,7 @@ class ConvertSection(Section):
     )
     groups: Literal["search", "contiguous"] = Field("search", description="for aligned: which heads share")
     refit: bool = Field(True, description="for aligned: refit the output projection")
-    heal: Annotated[int, Field(ge=0)] = Field(800, description="for aligned: steps of healing for each layer")
+    heal: Annotated[int, Field(ge=0)] = Field(1000, description="for aligned: steps of healing for each layer")
     heal_scope: Literal["layer", "attention"] = Field("layer", description="for aligned: what is healed")
     device: str | None = Field(None, description="for calibration; default: a GPU where there is one")
     dtype: Dtype | None = Field(None, description="dtype of the result; default: as the source")

@@ -26,7 +26,7 @@ def convert(
     ] = None,
     groups: Annotated[str, typer.Option(help="Heads that share: search or contiguous.")] = "search",
     refit: Annotated[bool, typer.Option(help="Refit the output projection.")] = True,
-    heal: Annotated[int, typer.Option(min=0, help="Steps of healing for each layer; 0: none.")] = 800,
+    heal: Annotated[int, typer.Option(min=0, help="Steps of healing for each layer; 0: none.")] = 1000,
     heal_scope: Annotated[str, typer.Option(help="What is healed: layer or attention.")] = "layer",
     device: Annotated[str | None, typer.Option(help="For calibration; default: a GPU where there is one.")] = None,
     plot: Annotated[Path | None, typer.Option(help="With --dry-run --calibration: a PNG of what is predicted.")] = None,
