@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headpool import opening
-from headpool.card import write_card
+from headpool.card import first_card, replace_files
 from headpool.check import Check, Report
 from headpool.checkpoint import PROVENANCE, Source, open_source
 from headpool.convert.aligned.options import TEXT, Alignment, Prediction
@@ -248,9 +248,9 @@ def _write(
             _copy_sidecars(plan.source, staging)
             _write_json(staging / PROVENANCE, done)
             with ThreadPoolExecutor(max_workers=1) as beside:  # drawing takes as long as copying a gigabyte
-                card = beside.submit(write_card, staging, out.resolve().name, config)
+                card = beside.submit(first_card, staging, out.resolve().name, config)
                 write_tensors(plan, staging, seed=seed, progress=progress, prepared=prepared)
-            card.result()
+            replace_files(staging, card.result())  # here: a thread that a signal leaves behind must not write
             inherited = _judge(check.result(), plan.source)
         finally:
             check.kill()

@@ -38,9 +38,14 @@ def write_card(directory: Path, place: str, config: Mapping[str, Any] | None = N
 
     As `draw_card`. Raises OSError where it cannot be written; an earlier card is then still whole.
     """
+    replace_files(directory, first_card(directory, place, config))
+
+
+def first_card(directory: Path, place: str, config: Mapping[str, Any] | None = None) -> dict[str, bytes]:
+    """What `write_card` writes, by file name; nothing is written."""
     drawn = cache_plot(checkpoint.read_provenance(directory) or {})
     card = draw_card(directory, place, config=config, plots=list(drawn))
-    replace_files(directory, {**{f"{name}.png": content for name, content in drawn.items()}, CARD: str(card).encode()})
+    return {**{f"{name}.png": content for name, content in drawn.items()}, CARD: str(card).encode()}
 
 
 def cache_plot(done: Mapping[str, Any]) -> dict[str, bytes]:

@@ -6,12 +6,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 
+from headpool import card, destination
 from headpool.convert.run import convert_checkpoint
 
 CRASH = Path(tiny.__file__).parent / "crash.py"
@@ -119,3 +124,48 @@ def test_stopped_by_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}" in err
     assert not out.parent.exists(), "what was made for the destination is gone again"
+
+
+class Stopped(BaseException):
+    """As a signal's handler raises it."""
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise Stopped
+
+
+@pytest.mark.usefixtures("quick_check")
+def test_stopped_by_a_signal_while_the_card_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that draws goes on until it is done; whenever that is, nothing of it stays."""
+    source = tiny.checkpoint(tmp_path / "source", "llama", tokenizer=True)
+    main, removing, remove = threading.main_thread().ident, threading.Event(), shutil.rmtree
+    assert main is not None
+    drawers: list[threading.Thread] = []
+
+    def drawing(done: Mapping[str, Any]) -> dict[str, bytes]:
+        drawers.append(threading.current_thread())
+        while "join" not in {frame.name for frame in traceback.extract_stack(sys._current_frames()[main])}:
+            time.sleep(0.01)  # until the tensors are written and the drawing alone is waited for
+        signal.pthread_kill(main, signal.SIGTERM)
+        assert removing.wait(60)
+        return {}
+
+    def emptying(folder: Path) -> None:
+        """As rmtree, whose list of what is there may be old by the time that it removes that."""
+        listed = list(folder.iterdir())
+        removing.set()
+        drawers[0].join()
+        for path in listed:
+            remove(path) if path.is_dir() else path.unlink()
+        folder.rmdir()
+
+    monkeypatch.setattr(card, "cache_plot", drawing)
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        with monkeypatch.context() as patched, pytest.raises(Stopped):
+            patched.setattr(destination.shutil, "rmtree", emptying)
+            convert_checkpoint(str(source), tmp_path / "place" / "out", kv_heads=4)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(drawers) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
