@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
-from headpool import plots
+from headpool import __version__, plots
 from headpool.card import PLOTS, REPORT, draw_card, replace_files
 from headpool.checkpoint import CARD, open_source, read_provenance
 from headpool.drawing import UNADAPTED
@@ -52,7 +53,12 @@ def card_files(
 def _recipe(done: Mapping[str, Any], report: Mapping[str, Any], recipe: Recipe | None) -> str | None:
     """The one that was run, else the report's, else that of what was measured with the evaluation added."""
     if recipe is None and report["recipe"] is not None:
-        recipe = Recipe.model_validate(yaml.safe_load(report["recipe"]))
+        try:
+            recipe = Recipe.model_validate(yaml.safe_load(report["recipe"]))
+        except (yaml.YAMLError, ValidationError) as error:
+            raise RequestError(
+                f"{REPORT} holds a recipe that headpool {__version__} cannot read; evaluate again"
+            ) from error
     if recipe is not None:
         return portable(recipe, done, report)
     made = done.get("uptrain", done).get("recipe")

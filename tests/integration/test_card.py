@@ -22,6 +22,8 @@ from headpool.card import cache_plot, draw_card
 from headpool.card_parts import base_model
 from headpool.columns import columns, table
 from headpool.convert.run import convert_checkpoint
+from headpool.errors import RequestError
+from headpool.measured import card_files
 from headpool.pipeline import run_recipe
 from headpool.recipe import Recipe, load_recipe
 
@@ -192,6 +194,17 @@ def test_the_recipe_on_the_card_holds_what_defaults_became(ran: Path) -> None:
     assert chosen["schedule"] == {"shape": "cosine", "warmup": 0.05, "final": 0.1, "decay": 0.2}
     converted = yaml.safe_load(recipe_on((ran / "run" / "converted" / "README.md").read_text()))
     assert converted == {key: value for key, value in values.items() if key != "uptrain"}
+
+
+@pytest.mark.parametrize("text", ["model: [", "model: a\nconvert: {kv_heads: 2, of_tomorrow: 1}\n", "just words"])
+def test_a_report_s_recipe_that_this_version_cannot_read_is_told_in_a_line(
+    ran: Path, tmp_path: Path, text: str
+) -> None:
+    report = held(ran / "run" / "report", "report.json")
+    (tmp_path / "report.json").write_text(json.dumps(report | {"recipe": text}))
+    with pytest.raises(RequestError, match=r"report\.json holds a recipe that .* cannot read; evaluate") as told:
+        card_files(ran / "run" / "uptrained", tmp_path)
+    assert "\n" not in str(told.value)
 
 
 def test_the_card_names_the_machine_and_the_versions_to_install(ran: Path) -> None:
