@@ -1,5 +1,6 @@
 """What method aligned may be told, and pooling of calibration text; heavy packages are left to whoever does it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -54,6 +55,8 @@ class Alignment:
         for name, value, known in (("groups", self.groups, GROUPS), ("heal scope", self.heal_scope, SCOPES)):
             if value not in known:
                 raise RequestError(f"unknown {name} {value!r}; there are {', '.join(known)}")
+        if not 0 < self.learning_rate < math.inf:
+            raise RequestError(f"heal_learning_rate {self.learning_rate} is no positive number")
 
     @property
     def whole_layers(self) -> bool:
@@ -78,12 +81,7 @@ class Alignment:
 
     def options(self) -> dict[str, Any]:
         """What the aligned result depends on besides the text, in JSON's types."""
-        chosen: dict[str, Any] = {"groups": self.groups}
-        if self.calibration is not None:
-            chosen |= self.text_options() | {"refit": self.refit}
-            chosen |= {"heal": self.heal, "heal_scope": self.heal_scope}
-            chosen["heal_learning_rate"] = self.learning_rate
-        return chosen
+        return {"groups": self.groups} | ({} if self.calibration is None else self.text_options() | self._trained())
 
     def text_recipe(self) -> dict[str, Any]:
         """The keys of a recipe's convert section that say which text; a data set on the hub by its id."""
@@ -97,10 +95,15 @@ class Alignment:
 
     def recipe(self) -> dict[str, Any]:
         """The keys of a recipe's convert section that say all this."""
-        chosen = {"groups": self.groups} | self.text_recipe()
-        if self.calibration is not None:
-            chosen |= {"refit": self.refit, "heal": self.heal, "heal_scope": self.heal_scope}
-        return chosen
+        return {"groups": self.groups} | ({} if self.calibration is None else self.text_recipe() | self._trained())
+
+    def _trained(self) -> dict[str, Any]:
+        return {
+            "refit": self.refit,
+            "heal": self.heal,
+            "heal_scope": self.heal_scope,
+            "heal_learning_rate": self.learning_rate,
+        }
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,7 @@ def _convert(recipe: Recipe, out: Path, work: Path) -> None:
             refit=section.refit,
             heal=section.heal,
             heal_scope=section.heal_scope,
+            learning_rate=section.heal_learning_rate,
             device=section.device,
             work=work,
             progress=lambda done, total: aligning("align", done, total),

@@ -51,6 +51,9 @@ class ConvertSection(Section):
     refit: bool = Field(True, description="for aligned: refit the output projection")
     heal: Annotated[int, Field(ge=0)] = Field(1000, description="for aligned: steps of healing for each layer")
     heal_scope: Literal["layer", "attention"] = Field("layer", description="for aligned: what is healed")
+    heal_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        0.8, description="for aligned: of healing, at its peak, relative to the size of what is trained"
+    )
     device: str | None = Field(None, description="for calibration; default: a GPU where there is one")
     dtype: Dtype | None = Field(None, description="dtype of the result; default: as the source")
     transcode: bool = Field(

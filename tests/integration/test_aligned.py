@@ -4,6 +4,7 @@ resumed where it was, the same bytes every time.
 
 import errno
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import yaml
 
 from headpool.convert.aligned import run as aligned
 from headpool.convert.aligned.fit import Fit
@@ -18,6 +20,8 @@ from headpool.convert.aligned.options import Alignment
 from headpool.convert.aligned.work import Work
 from headpool.convert.run import Conversion, convert_checkpoint
 from headpool.errors import HeadpoolError, RequestError
+from headpool.pipeline import run_recipe
+from headpool.recipe import Recipe
 from headpool.text import TextData, read_documents
 
 pytestmark = pytest.mark.usefixtures("quick_check")
@@ -25,9 +29,13 @@ pytestmark = pytest.mark.usefixtures("quick_check")
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> TextData:
-    path = tmp_path_factory.mktemp("text") / "novel.txt"
+    return read_documents(novel(tmp_path_factory.mktemp("text")))
+
+
+def novel(folder: Path) -> Path:
+    path = folder / "novel.txt"
     path.write_text(tiny.NOVEL.read_text(encoding="utf-8")[:60_000], encoding="utf-8")
-    return read_documents(path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +158,21 @@ def test_experts_stay_as_they_are(tmp_path: Path, text: TextData) -> None:
     assert "model.layers.0.input_layernorm.weight" not in same
 
 
+def test_a_rate_of_healing_is_in_the_recipe_and_at_work(tmp_path: Path, spread: Path, text: TextData) -> None:
+    """The recipe of headpool.json, run elsewhere, makes the same weights: another rate would make others."""
+    given = alignment(text, heal=2, learning_rate=0.25)
+    convert(spread, tmp_path / "out", 4, given)
+    noted = yaml.safe_load(facts(tmp_path / "out")["recipe"])
+    assert noted["convert"]["heal_learning_rate"] == 0.25
+    noted |= {"model": str(spread), "output": str(tmp_path / "run")}
+    noted["convert"] |= {"calibration": str(novel(tmp_path)), "device": "cpu"}
+    run_recipe(Recipe.model_validate(noted))
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert (tmp_path / "run" / "converted" / "model.safetensors").read_bytes() == weights
+    convert(spread, tmp_path / "usual", 4, alignment(text, heal=2))
+    assert (tmp_path / "usual" / "model.safetensors").read_bytes() != weights
+
+
 def test_a_killed_run_goes_on_at_the_layer_where_it_was(
     tmp_path: Path, spread: Path, text: TextData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +268,8 @@ def test_refusals(tmp_path: Path, spread: Path, text: TextData) -> None:
         "too short to calibrate": lambda out: convert(spread, out, 4, alignment(short)),
         "at least 96": lambda out: convert(spread, out, 4, alignment(short)),
         "128 positions": lambda out: convert(spread, out, 4, alignment(text, window=129)),
+        "heal_learning_rate nan is no positive number": lambda out: alignment(text, learning_rate=math.nan),
+        "heal_learning_rate 0 is no positive number": lambda out: alignment(text, learning_rate=0),
         "unknown groups 'all'": lambda out: convert(spread, out, 4, alignment(text, groups="all")),
         "mean does without calibration, calibration_tokens, .*for method aligned only": lambda out: convert_checkpoint(
             str(spread), out, kv_heads=4, method="mean", alignment=alignment(text)

@@ -28,6 +28,9 @@ def convert(
     refit: Annotated[bool, typer.Option(help="Refit the output projection.")] = True,
     heal: Annotated[int, typer.Option(min=0, help="Steps of healing for each layer; 0: none.")] = 1000,
     heal_scope: Annotated[str, typer.Option(help="What is healed: layer or attention.")] = "layer",
+    heal_learning_rate: Annotated[
+        float, typer.Option(help="Of healing, at its peak, relative to the size of what is trained.")
+    ] = 0.8,
     device: Annotated[str | None, typer.Option(help="For calibration; default: a GPU where there is one.")] = None,
     plot: Annotated[Path | None, typer.Option(help="With --dry-run --calibration: a PNG of what is predicted.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the result; default: as the source.")] = None,
@@ -67,6 +70,7 @@ def convert(
             refit=refit,
             heal=heal,
             heal_scope=heal_scope,
+            learning_rate=heal_learning_rate,
             device=device,
             plot=plot,
             progress=lambda done, total: aligning("align", done, total),
