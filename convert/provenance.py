@@ -54,6 +54,7 @@ def provenance(
             | _gains(plan, index)
             | figures.get(index, {})
             for index, (old, new) in enumerate(zip(plan.before, plan.after, strict=True))
+            if old.kind != "none"
         ],
         "changed": plan.changed,
         "opens_in": opening.opens_in(config),

@@ -6,21 +6,22 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headpool import opening
+from headpool import families, opening
 from headpool.card import first_card, replace_files
 from headpool.check import Check, Report
-from headpool.checkpoint import PROVENANCE, Source, open_source
+from headpool.checkpoint import PROVENANCE, Source, locate, open_source, read_config
 from headpool.convert.aligned.options import TEXT, Alignment, Prediction
 from headpool.convert.plan import Plan, plan_conversion
 from headpool.convert.provenance import classes, provenance
 from headpool.convert.result import Conversion
 from headpool.convert.shards import Progress, write_headers, write_tensors
+from headpool.convert.transcode.find import transcoding_of
 from headpool.convert.transcode.plan import Transcript, transcribe, work_directory
 from headpool.destination import check_destination, check_space, staged
 from headpool.errors import HeadpoolError, RequestError
@@ -67,7 +68,7 @@ def convert_checkpoint(
     """
     begin = time.perf_counter()
     out = Path(out)
-    source = _source(str(model), revision, out, overwrite=overwrite)
+    source = _source(str(model), revision, out, overwrite=overwrite, transcode=transcode)
     alignment = alignment or Alignment()
     transcript = transcribe(source, work_directory(out), wanted=transcode)
     work = _Work(
@@ -123,11 +124,18 @@ class _Found:
     estimate: dict[str, Any] | None = None
 
 
-def _source(model: str, revision: str | None, out: Path, *, overwrite: bool) -> Source:
+def _check_family(config: Mapping[str, Any], *, transcode: bool) -> None:
+    """RequestError for a model that no weights would help to convert."""
+    if transcoding_of(config, wanted=transcode) is None:
+        families.family_of(config)
+
+
+def _source(model: str, revision: str | None, out: Path, *, overwrite: bool, transcode: bool) -> Source:
     """What is to be converted. Raises RequestError also where it could not be written to `out`."""
     check_destination(out, overwrite=overwrite, source=Path(model) if Path(model).is_dir() else None)
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
         raise RequestError(f"{out} holds no checkpoint, and --overwrite replaces nothing else")
+    _check_family(read_config(locate(model, revision, weights=False))[1], transcode=transcode)
     return open_source(model, revision)
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,5 +116,8 @@ def _explain(layers: Sequence[Layer], tokens: int, itemsize: int, measured: Allo
             f"{len(windows)} of {len(layers)} layers hold at most {max(windows)} tokens "
             f"(right after the prefill their slices still pinned it: {pinned:.0f} bytes per token)"
         ), False
+    by_head = [replace(layer, kv_heads=layer.heads) for layer in layers]
+    if measured.decoding == geometry.cache_bytes_per_token(by_head, itemsize) * tokens:
+        return "flag: its class caches keys and values once for each query head, so fewer K/V heads save nothing", True
     difference = (measured.decoding - full) / tokens
     return f"flag: allocated differs from the formula by {difference:+.1f} bytes per token, unexplained", True

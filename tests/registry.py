@@ -49,7 +49,7 @@ def probe(model_type: str) -> Probe:
     composite = composites().get(model_type)
     try:
         if composite is not None:
-            held = composite_probe(model_type, composite.class_name)
+            held = composite_probe(model_type, composite.class_name, silent=composite.silent)
         else:
             held = Probe(model_type, families()[model_type].class_name)
             held.settle()

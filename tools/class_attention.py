@@ -33,7 +33,7 @@ SAME, OTHER = 1e-4, 1e-2
 OTHER_NAMES = "its checkpoints keep attention under other names than its class, which is not supported yet"
 
 HEAD_FIELDS = re.compile("heads|head_dim|head_size")
-OTHER_MIXERS = re.compile("mamba|linear|conv|ssm")
+OTHER_MIXERS = re.compile("(n_)?mamba|linear|conv|ssm")
 """What fields of layers without attention begin with."""
 
 KV_PART = re.compile(r"(.+)\.([kv]_proj)\.(weight|bias)")
@@ -49,7 +49,11 @@ def measure_attention(probe: Probe, entry: dict[str, Any]) -> None:
     if not entry["geometry"]:
         raise NotMeasuredError("its cache is not of the shape that the heads and head_dim of its config give")
     check_groups(probe)
-    check_names(probe, module)
+    if renamed(probe, module):
+        module, (output, tensors) = names_on_disk(probe)
+        entry["unaligned"] = "its checkpoints have other names for it than its class"
+    if any(type(layer).__name__.startswith("LinearAttentionAnd") for layer in cache_layers(probe.config())):
+        entry["unaligned"] = "a state-space model stands beside it"
     entry |= {"attention": module, "attention_tensors": tensors, "rotary": rotary(probe)}
     if output != OUTPUTS[0]:
         entry["output"] = output
@@ -76,13 +80,11 @@ def attention_module(probe: Probe) -> str:
         raise NotMeasuredError("multi-head latent attention (MLA): it has no key/value heads to pool")
     states = sorted({type(layer).__name__ for layer in cache_layers(probe.config())} - set(CACHE_KINDS))
     if states:
-        raise NotMeasuredError(
-            f"not attention over keys and values alone (transformers caches it in {', '.join(states)})"
-        )
+        raise NotMeasuredError(f"its cache holds more than keys and values (transformers' {', '.join(states)})")
     if not attending(probe):
-        raise NotMeasuredError("a hybrid, of which no small model with attention could be built to measure")
+        raise NotMeasuredError("a hybrid, of which no small model with attention could be built to test")
     if not follow:
-        raise NotMeasuredError(f"its class ignores {KV_HEADS}")
+        raise NotMeasuredError(f"how many key and value heads its layers have does not follow from {KV_HEADS} alone")
     other = sorted({split(name)[2] for name in follow if not (KV_PART.fullmatch(name) or KEY_NORM.fullmatch(name))})
     if other:
         listed = ", ".join(other)
@@ -98,6 +100,8 @@ def attention_module(probe: Probe) -> str:
     modules = {f"{before}{{}}.{rest.rsplit('.', 2)[0]}" for before, _, rest in map(split, parts)}
     if len(modules) > 1:
         raise NotMeasuredError(f"its attention lies in several modules ({', '.join(sorted(modules))})")
+    if set(parts) & set(getattr(probe.on_meta(), "all_tied_weights_keys", ())):
+        raise NotMeasuredError("its attention layers share one set of weights, which is not supported yet")
     if fields := head_fields(probe):
         raise NotMeasuredError(f"its heads may follow from fields that are not supported yet ({', '.join(fields)})")
     return modules.pop()
@@ -119,23 +123,25 @@ def head_fields(probe: Probe) -> list[str]:
     )
 
 
-def inside(shapes: Shapes, module: str) -> dict[str, list[tuple[int, ...]]]:
-    """The attention tensors by their names inside the module, numbers as *, with their shapes in all
-    layers.
+def inside(probe: Probe, shapes: Shapes, module: str) -> dict[str, list[tuple[int, ...]]]:
+    """The attention tensors by their names inside the module, numbers as *, with their shapes in all layers that
+    attend.
     """
     before, after = module.split("{}.")
+    layers = attending(probe)
     found: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        head, _, rest = split(name)
-        if head == before and rest.startswith(after + "."):
+        head, layer, rest = split(name)
+        if head == before and layer in layers and rest.startswith(after + "."):
             found.setdefault(re.sub(r"\d+", "*", rest.removeprefix(after + ".")), []).append(shape)
     return found
 
 
-def roles(probe: Probe, module: str) -> tuple[str, dict[str, str]]:
-    """The output projection's name, and whose count each attention tensor's size follows, options
-    included.
+def roles(probe: Probe, module: str, *, on_disk: bool = False) -> tuple[str, dict[str, str]]:
+    """The output projection's name, and whose count each attention tensor's size follows, options included; by the
+    names in the class, or those in checkpoints.
     """
+    shapes_of = probe.written if on_disk else probe.shapes
     fewer: dict[str, Any] = {"num_attention_heads": HEADS // 2}
     if "head_dim" not in probe.fields:
         fewer["hidden_size"] = HEADS // 2 * HEAD_DIM
@@ -144,7 +150,7 @@ def roles(probe: Probe, module: str) -> tuple[str, dict[str, str]]:
     for flags in ({}, *({flag: True} for flag in probe.flags()), dict.fromkeys(probe.flags(), True)):
         try:
             base, more_kv, fewer_heads = (
-                inside(probe.shapes(**flags, **changes), module) for changes in ({}, {KV_HEADS: 2 * KV}, fewer)
+                inside(probe, shapes_of(**flags, **changes), module) for changes in ({}, {KV_HEADS: 2 * KV}, fewer)
             )
         except Exception:
             if not flags:
@@ -162,7 +168,7 @@ def check_shapes(probe: Probe, module: str, output: str) -> int:
     form, the output projection its transpose.
     """
     hidden, q, kv = BASE["hidden_size"], HEADS * HEAD_DIM, KV * HEAD_DIM
-    found = inside(probe.shapes(), module)
+    found = inside(probe, probe.shapes(), module)
     rows = (found.get("q_proj.weight") or [(q,)])[0][0]
     parts = 2 if rows == 2 * q else 1
     for name, shape in {
@@ -212,15 +218,28 @@ def check_groups(probe: Probe) -> None:
         raise NotMeasuredError("its query heads do not share K/V heads in neighbouring groups")
 
 
-def check_names(probe: Probe, module: str) -> None:
-    """NotMeasuredError where checkpoints keep attention under other names than the class, but for what stands
-    before the list of layers.
+def renamed(probe: Probe, module: str) -> bool:
+    """Whether checkpoints keep attention under other names than the class, but for what stands before the list of
+    layers.
     """
     layers = module.split("{}.", maxsplit=1)[0].removesuffix(".").rpartition(".")[2]
     below = f"{layers}.{{}}.{module.split('{}.')[1]}"
     saved = {name[name.index(f"{layers}.") :]: shape for name, shape in probe.written().items() if f"{layers}." in name}
-    if set(inside(probe.shapes(), module)) - set(inside(saved, below)):
+    return bool(set(inside(probe, probe.shapes(), module)) - set(inside(probe, saved, below)))
+
+
+def names_on_disk(probe: Probe) -> tuple[str, tuple[str, dict[str, str]]]:
+    """The attention module by its name in checkpoints, and `roles` of its tensors there; NotMeasuredError where keys
+    and values are not separate projections there.
+    """
+    follow = changed(probe.written(), probe.written(**{KV_HEADS: 2 * KV}))
+    if not all(KV_PART.fullmatch(name) for name in follow):
         raise NotMeasuredError(OTHER_NAMES)
+    modules = {f"{before}{{}}.{rest.rsplit('.', 2)[0]}" for before, _, rest in map(split, follow)}
+    if len(modules) > 1:
+        raise NotMeasuredError(OTHER_NAMES)
+    module = modules.pop()
+    return module, roles(probe, module, on_disk=True)
 
 
 def rotary(probe: Probe) -> str | None:
@@ -250,9 +269,9 @@ def reads_head_dim(probe: Probe) -> bool:
     for changes in ({}, {"rope_parameters": None}):  # those may hold sections of a head
         try:
             return bool(changed(probe.shapes(), probe.shapes(head_dim=2 * HEAD_DIM, **changes)))
-        except Exception as error:
-            problem = error
-    raise NotMeasuredError(f"its class cannot be built with another head_dim ({type(problem).__name__})")
+        except Exception:
+            continue
+    raise NotMeasuredError("its class cannot be built with another head_dim")
 
 
 def cache_agrees(probe: Probe, family: Family) -> bool:

@@ -30,12 +30,12 @@ from typing import Any
 import transformers
 from class_attention import cache_agrees, measure_attention, reads_head_dim
 from class_nested import Surroundings, composite_probe, stems
-from class_probe import NotMeasuredError, Probe, parameters_of
+from class_probe import UNBUILT, NotMeasuredError, Probe, parameters_of
 from class_windows import window_rule
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headpool import families
+from headpool import families, family_data
 from headpool.families import ENCODER_DECODER, KV_HEADS
 
 TARGET = Path(__file__).resolve().parent.parent / "src" / "headpool" / "class_defaults.json"
@@ -68,10 +68,14 @@ def entries(known: Mapping[str, Any] | None = None) -> Measured:
         config_class = CONFIG_MAPPING[model_type]
         parameters = parameters_of(config_class)
         encoder = parameters.get("is_encoder_decoder") is True or "encoder" in config_class.sub_configs
-        if encoder or (model_type in seq_to_seq and model_type not in composite):
+        if model_type in REASONS:
+            data.others.setdefault(REASONS[model_type], []).append(model_type)
+        elif encoder:
             data.others.setdefault(ENCODER_DECODER, []).append(model_type)
         elif LANGUAGE_PARTS & config_class.sub_configs.keys():
             add_composite(data, model_type, composite.get(model_type, class_name), known or {})
+        elif model_type in seq_to_seq and model_type not in composite:
+            data.others.setdefault(ENCODER_DECODER, []).append(model_type)
         elif "thinker_config" in config_class.sub_configs:
             data.others.setdefault("it is several models that generate together", []).append(model_type)
         elif missing := missing_field(parameters_with_aliases(config_class)):
@@ -82,6 +86,17 @@ def entries(known: Mapping[str, Any] | None = None) -> Measured:
             data.families[model_type] = measure(Probe(model_type, class_name))
     return data
 
+
+NO_ATTENTION = "a recurrent or state-space model, which keeps no keys and values"
+DRAFTER = "it drafts for another model, whose keys and values it reads"
+REASONS = {
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), NO_ATTENTION),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
+    "blt": "it is several models with attention of their own (patcher, encoder, decoder, and one between them)",
+    "jetmoe": "its experts have a query head for each K/V head: with fewer of these it would have fewer of those",
+    "pi0": "it moves robots and generates no text",
+}
+"""What stands against model types whose configs do not tell it by themselves."""
 
 LANGUAGE_PARTS = {"text_config", "decoder"}
 """Names under which a config holds a language model's."""
@@ -100,8 +115,8 @@ def add_composite(data: Measured, model_type: str, class_name: str, known: Mappi
     """Measure a composite class, and its language model's family where no class has that alone."""
     try:
         surroundings = Surroundings(model_type)
-    except Exception as error:
-        reason = f"its config cannot be made of defaults ({type(error).__name__})"
+    except Exception:
+        reason = UNBUILT
         data.others.setdefault(reason, []).append(model_type)
         return
     config_class = CONFIG_MAPPING[surroundings.text]
@@ -119,11 +134,13 @@ def add_composite(data: Measured, model_type: str, class_name: str, known: Mappi
     alone = surroundings.text in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if alone and model_type in known:
         data.composites[model_type] = entry | {
-            key: held for key, held in known[model_type].items() if key in ("stems", "reason")
+            key: held for key, held in known[model_type].items() if key in ("silent", "stems", "reason")
         }
         return
     try:
-        probe = composite_probe(model_type, class_name)
+        probe = composite_probe(model_type, class_name, silent=alone)
+        if not probe.runs():
+            entry["silent"] = True
         entry["stems"] = stems(probe)
         if not alone and surroundings.text not in data.families:
             data.families[surroundings.text] = measure(probe) | {"within": model_type}
@@ -140,7 +157,11 @@ def measure(probe: Probe) -> dict[str, Any]:
     try:
         probe.settle()
         entry["defaults"] |= probe.partial_rotation()
-        entry["window"], entry["layer_fields"] = window_rule(probe, families.family_from(name, entry))
+        known = family_data.told().get(name, {})
+        if "window" in known:
+            entry["window"], entry["layer_fields"] = known["window"], known.get("layer_fields", {})
+        else:
+            entry["window"], entry["layer_fields"] = window_rule(probe, families.family_from(name, entry))
         entry["head_dim_read"] = reads_head_dim(probe)
         entry["geometry"] = cache_agrees(probe, families.family_from(name, entry))
         measure_attention(probe, entry)

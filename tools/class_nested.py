@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 from class_attention import OTHER_NAMES, changed, split
-from class_probe import KV, SMALLER, NotMeasuredError, Probe, Rules, parameters_of, small_fields
+from class_probe import KV, SMALLER, UNBUILT, NotMeasuredError, Probe, Rules, parameters_of, small_fields
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -74,8 +74,13 @@ def _merged(fields: dict[str, Any], path: tuple[str, ...], inner: dict[str, Any]
     return fields | {path[0]: _merged(fields.get(path[0], {}), path[1:], inner)}
 
 
-def composite_probe(model_type: str, class_name: str) -> Probe:
-    """A probe of a composite class with small models that take text; NotMeasuredError where none can be built."""
+TAKES_NO_TEXT = "no small model of its class takes text alone, by which it could be tested"
+
+
+def composite_probe(model_type: str, class_name: str, *, silent: bool = False) -> Probe:
+    """A probe of a composite class with small models that take text, or, where `silent` ones do, that can be built;
+    NotMeasuredError where there are none.
+    """
     first: NotMeasuredError | None = None
     for shallow in (False, True):
         surroundings = Surroundings(model_type, shallow=shallow)
@@ -85,9 +90,9 @@ def composite_probe(model_type: str, class_name: str) -> Probe:
         except NotMeasuredError as error:
             first = first or error
             continue
-        if probe.runs():
+        if probe.runs() or (silent and probe.small()):
             return probe
-        first = NotMeasuredError("no small model of its class takes text alone")
+        first = first or NotMeasuredError(TAKES_NO_TEXT if probe.small() else UNBUILT)
     assert first is not None
     raise first
 

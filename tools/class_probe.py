@@ -27,8 +27,8 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 Rules = tuple[tuple[str, int, int], ...]
 SMALLER: Rules = (
-    ("token_id", -1, 1), ("intermediate|ffn", 64, 64), ("group", 1, 1), ("top_?k|per_tok|moe_k", 2, 2),
-    ("expert", 4, 4), ("sliding_window", WINDOW, WINDOW), ("dim|size|rank", 64, 16),
+    ("token_id", -1, 1), ("vocab_size", 128, 128), ("intermediate|ffn", 64, 64), ("group", 1, 1),
+    ("top_?k|per_tok|moe_k", 2, 2), ("expert", 4, 4), ("sliding_window", WINDOW, WINDOW), ("dim|size|rank", 64, 16),
 )  # fmt: skip
 """A numeric field whose name matches and whose default exceeds the first number gets the second."""
 
@@ -45,6 +45,9 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     {"layer_types": ["full_attention"] * LAYERS},
     *({field: ["linear_attention", "full_attention"] * 2} for field in ("layer_types", "layers_block_type")),
+    {"attn_layer_indices": [1, 3]},
+    {"attn_layer_period": 2, "attn_layer_offset": 1},
+    {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     *({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | more} for more in MROPE),
     {
         "rope_parameters": {
@@ -59,9 +62,10 @@ MOST_PARAMETERS = 45_000_000
 
 CACHE_KINDS = {
     "DynamicLayer": "full", "DynamicSlidingWindowLayer": "sliding", "DummyLayer": "none",
-    "LinearAttentionLayer": "none",
+    "LinearAttentionLayer": "none", "LinearAttentionAndFullAttentionLayer": "full",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "sliding",
 }  # fmt: skip
-"""transformers' cache layers that hold keys and values alone, or none, in geometry's words."""
+"""transformers' cache layers that hold keys and values, and nothing else that grows, or none, in geometry's words."""
 
 FULL_INTERVAL = "full_attention_interval"
 """The field of hybrids that says that one layer in so many attends."""
@@ -76,6 +80,15 @@ Windows = list[tuple[str, int | None]]
 
 class NotMeasuredError(Exception):
     """Why a family is refused."""
+
+
+UNBUILT = "no model of its class that is small enough to test could be built"
+
+
+def unbuilt(error: Exception | None) -> str:
+    """Why no small model of a class was built, in words for people."""
+    package = re.search(r"requires the (\w+) library", str(error))
+    return f"a part of it comes from the package {package[1]}, without which it was not tested" if package else UNBUILT
 
 
 def parameters_of(config_class: Any) -> dict[str, Any]:
@@ -110,7 +123,8 @@ class Probe:
         self._ran: bool | None = None
 
     def _small(self) -> dict[str, Any]:
-        small: dict[str, Any] = {"head_dim": HEAD_DIM} if "head_dim" in self.parameters else {}
+        named = {*self.parameters, *self.popped()}
+        small: dict[str, Any] = {name: HEAD_DIM for name in ("head_dim", "global_head_dim") if name in named}
         known = {*BASE, *small, *self.aliases.values()}
         return small | small_fields({name: value for name, value in self.parameters.items() if name not in known})
 
@@ -118,7 +132,8 @@ class Probe:
         """Find the first of ATTEMPTS with which the class builds a model that runs, or builds one at all;
         NotMeasuredError where none does.
         """
-        first, built = None, None
+        first: Exception | None = None
+        built = None
         for attempt in ATTEMPTS:
             usual = self.fields
             self.fields = usual | attempt
@@ -126,7 +141,7 @@ class Probe:
             try:
                 self.shapes()
             except Exception as error:
-                first = first or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+                first = first or error
             else:
                 built = attempt if built is None else built
                 if self.runs():
@@ -134,7 +149,7 @@ class Probe:
                     return
             self.fields = usual
         if built is None:
-            raise NotMeasuredError(f"no small model of its class could be built to measure ({first})")
+            raise NotMeasuredError(unbuilt(first))
         self.fields |= built
         self._forget()
 
@@ -150,9 +165,12 @@ class Probe:
     def runs(self) -> bool:
         """Whether a small model takes text."""
         if self._ran is None:
-            small = sum(map(math.prod, self.shapes().values())) <= MOST_PARAMETERS
-            self._ran = small and self._takes_text()
+            self._ran = self.small() and self._takes_text()
         return self._ran
+
+    def small(self) -> bool:
+        """Whether its models are small enough to be run."""
+        return sum(map(math.prod, self.shapes().values())) <= MOST_PARAMETERS
 
     def _takes_text(self) -> bool:
         """Whether it does, and keeps keys and values of it; a hybrid's layer types are then told from its config."""
@@ -172,7 +190,7 @@ class Probe:
     def defaults(self) -> dict[str, Any]:
         """The class's defaults of FIELDS, where they are values."""
         found = {field: self.parameters.get(self.aliases.get(field, field)) for field in FIELDS}
-        return {field: value for field, value in found.items() if isinstance(value, bool | int | float | list)}
+        return {field: value for field, value in found.items() if isinstance(value, bool | int | float | list | tuple)}
 
     def partial_rotation(self) -> dict[str, Any]:
         """The default share of rotated dimensions, which classes compute into rope_parameters, where there is one."""
@@ -211,7 +229,7 @@ class Probe:
         try:
             tensors = revert_weight_conversion(model, model.state_dict())
         except RuntimeError as error:
-            raise NotMeasuredError(f"no small model of its class can be written ({error})") from error
+            raise NotMeasuredError("transformers cannot write a small model of its class") from error
         return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def on_meta(self, **changes: Any) -> Any:
@@ -281,5 +299,11 @@ def cache_layers(config: Any) -> list[Any]:
 
 def run(model: Any) -> Any:
     """The output of a model, cache included, for one sequence of TOKENS tokens."""
+    ids = torch.arange(3, 3 + TOKENS)[None]
     with torch.no_grad():
-        return model(input_ids=torch.arange(3, 3 + TOKENS)[None], use_cache=True)
+        out = model(input_ids=ids, use_cache=True)
+        if out.get("past_key_values") is None:  # a class that hands no cache back fills the one that it is given
+            cache = transformers.DynamicCache(config=model.config)
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            out["past_key_values"] = cache
+    return out

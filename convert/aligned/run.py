@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from headpool import __version__
+from headpool import __version__, families
 from headpool.convert.aligned.calibration import Calibration, calibration
 from headpool.convert.aligned.estimate import (
     Estimate,
@@ -152,6 +152,8 @@ def read_calibration(plan: Plan, alignment: Alignment, seed: int) -> Calibration
 
 def check_attention(plan: Plan) -> None:
     """RequestError for attention that does more than the method knows how to preserve."""
+    if (reason := families.find_family(plan.source.config).unaligned) is not None:
+        raise RequestError(f"method aligned does not know this family's attention: {reason}; use method mean")
     rotary_of(AttentionWeights(rotary=plan.layout.rotary))
     shared = next((index for index, layer in enumerate(plan.before) if layer.shares is not None), None)
     if shared is not None:

@@ -153,7 +153,9 @@ def _check_shapes(tensors: Mapping[str, TensorRecord], layout: Layout, index: in
     for part in PARTS:
         weight, bias = layout.names(index, part)
         shape = _shape(layout, index, part, hidden)
-        if weight not in tensors and (part in ("q", "o") or layout.layers[index].shares is None):
+        held = layout.layers[index]
+        own = held.shares is None and (part == "k" or held.own_values)
+        if weight not in tensors and (part in ("q", "o") or own):
             raise RequestError(_missing(weight, shape))
         for name, expected in ((weight, shape), (bias, shape[:1])):
             record = tensors.get(name)

@@ -1,6 +1,7 @@
 """The transcoding for a config. Light: nothing here imports torch."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from headpool import families
@@ -8,7 +9,15 @@ from headpool.convert.transcode import gpt2, gptj, neox
 from headpool.convert.transcode.table import Transcoding
 from headpool.errors import RequestError
 
-TRANSCODINGS = (*neox.TRANSCODINGS, *gptj.TRANSCODINGS, *gpt2.TRANSCODINGS)
+_OWN = (*neox.TRANSCODINGS, *gptj.TRANSCODINGS, *gpt2.TRANSCODINGS)
+
+SAME_CLASS = {"gpt-sw3": "gpt2"}
+"""Other model types that transformers reads in the class of a source."""
+
+TRANSCODINGS = (
+    *_OWN,
+    *(replace(one, source=name) for name, own in SAME_CLASS.items() for one in _OWN if one.source == own),
+)
 
 SOURCES = frozenset(one.source for one in TRANSCODINGS)
 """The model types that it takes a transcoding to convert."""

@@ -40,19 +40,21 @@ class Row:
 
 
 NEAREST: tuple[tuple[str, str], ...] = (
+    ("recurrent or state-space", "nothing: there is no K/V cache to make smaller"),
+    ("drafts for another", "the model that it drafts for"),
+    ("moves robots", "nothing: there is no text to keep keys and values of"),
     ("multi-head latent", "nothing: its cache holds one latent vector per token already, smaller than few K/V heads"),
     ("encoder-decoder", "a decoder-only model of its kind"),
-    ("caches it in .*Linear", "nothing: most of its layers keep no keys and values, so there is little to save"),
-    ("no num_attention_heads", "nothing: it keeps no keys and values, or not by heads that can share"),
     ("several models that generate", "its thinker alone, where that is saved as a model of its own"),
     ("language model's config has no", "a composite model around a language model that converts"),
     ("under other names", "the same weights saved as a model of a class that converts, such as Llama"),
-    ("could be built|takes text|can be written", "its language model alone, saved as a causal model that converts"),
     ("no num_key_value_heads", "a model of a class that has the field, such as Llama or, by --transcode, GPT-NeoX"),
 )
 """What works instead, by a pattern of the reason."""
 
 USUALLY = "a model of another class that converts"
+ALONE = "its language model alone, saved as a causal model ({}), which converts"
+"""For composite models around a language model of a family that converts."""
 
 
 def rows() -> list[Row]:
@@ -72,7 +74,7 @@ def _row(name: str) -> Row:
         family = family_of(config)
     except RequestError as error:
         reason = re.sub(r"^model_type '[^']*'(, its language model '[^']*')?: ", "", str(error))
-        return Row(name, "refused", reason=reason, nearest=_nearest(reason))
+        return Row(name, "refused", reason=reason, nearest=_nearest(name, reason))
     return Row(
         name,
         "converts",
@@ -99,7 +101,11 @@ def _key_norm(family: Family) -> str | None:
     return "per head" if normed else None
 
 
-def _nearest(reason: str) -> str:
+def _nearest(name: str, reason: str) -> str:
+    composite = composites().get(name)
+    text = families().get(composite.text) if composite else None
+    if text is not None and text.reason is None and text.within is None:
+        return ALONE.format(text.model_type)
     return next((what for pattern, what in NEAREST if re.search(pattern, reason)), USUALLY)
 
 

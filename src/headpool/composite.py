@@ -17,6 +17,7 @@ class Composite:
     config names none, and `flat` says that old configs hold its fields at the top instead. `stems` are the beginnings
     of its layers' tensors up to the number, in files and in the class: other parts have attention of the same names.
     `reason` says why none of its checkpoints is converted; else it is its language model's family that decides.
+    `silent` says that its class took no text alone when it was tested, so that it was loaded and not run.
     """
 
     model_type: str
@@ -26,6 +27,7 @@ class Composite:
     stems: tuple[str, ...]
     flat: bool
     reason: str | None
+    silent: bool = False
 
 
 @cache
@@ -40,6 +42,7 @@ def composites() -> dict[str, Composite]:
             stems=tuple(entry.get("stems", ())),
             flat=entry.get("flat", False),
             reason=entry.get("reason"),
+            silent=entry.get("silent", False),
         )
         for name, entry in data()["composites"].items()
     }

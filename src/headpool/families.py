@@ -7,8 +7,8 @@ reader of configs must know beyond that stands here. Nothing here imports torch 
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,8 @@ FIELDS = (
     "num_hidden_layers", "num_attention_heads", KV_HEADS, "hidden_size", "head_dim", "vocab_size",
     "max_position_embeddings", "initializer_range", "tie_word_embeddings", "attention_bias", "sliding_window",
     "use_sliding_window", "max_window_layers", "sliding_window_pattern", "attention_chunk_size",
-    "layer_types", "num_kv_shared_layers", "partial_rotary_factor",
+    "layer_types", "num_kv_shared_layers", "partial_rotary_factor", "attn_layer_indices", "attn_layer_period",
+    "attn_layer_offset", "block_types", "attention_k_eq_v",
 )  # fmt: skip
 """The config fields that headpool reads, in transformers' words; the data hold each class's defaults for
 them.
@@ -34,6 +35,8 @@ SYNONYMS = ("num_kv_heads", "n_head_kv", "multi_query")
 
 ENCODER_DECODER = "encoder-decoder models are not supported"
 PER_LAYER = "its layers have fields of their own (per_layer_config), which is not supported yet"
+
+TRANSCODED = "its class cannot hold fewer K/V heads; with --transcode, convert writes it as one that can"
 
 PROJECTIONS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
 """What separate key and value projections are called inside an attention module."""
@@ -60,7 +63,8 @@ class FusedProjection:
 class Family:
     """One model_type of transformers.
 
-    `reason` says why its checkpoints are not converted, None where they are. `geometry` is true where its
+    `reason` says why its checkpoints are not converted, None where they are; `transcodes` that they are once they are
+    written as models of another class. `geometry` is true where its
     layers can be told from the config's top-level fields. `attention` is the attention module's name with
     `{}` for the layer's number. `attention_tensors` maps every tensor that can stand under it (numbers as
     `*`) to what its size follows: "heads", "kv_heads" or "fixed"; `pooled` are those that pooling changes,
@@ -74,7 +78,11 @@ class Family:
     `query_parts` is how many rows the query projection has for each dimension of a head (2: queries and gates).
     `within` is a composite model that the family is only known inside. `stems` are its layers' there.
     `input_norms` are the names that the norm before attention has inside the layer. `kv_rules` say how configs
-    hold the K/V-head count ("read") and are given another ("write") where no field of FIELDS does.
+    hold the K/V-head count ("read") and are given another ("write") where no field of FIELDS does. `by_type` maps
+    layers' types to the fields in which the config holds what they have instead of num_key_value_heads and head_dim
+    (see layer_overrides), `keys_as_values` is the field that leaves full attention without a projection for values.
+    `unaligned` says why method aligned leaves the family alone, None where nothing but its tensors can stand against
+    it.
     """
 
     model_type: str
@@ -98,15 +106,19 @@ class Family:
     input_norms: tuple[str, ...] = ("input_layernorm",)
     kv_rules: Mapping[str, Sequence[kv_fields.Rule]] | None = None
     stems: tuple[str, ...] = ()
+    by_type: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    keys_as_values: str | None = None
+    unaligned: str | None = None
+    transcodes: bool = False
 
 
 @cache
 def families() -> dict[str, Family]:
     """Every family whose class has a K/V-head field in the language model's config, or is known to hold the count
-    otherwise, by that config's model_type. What stood against one when it was measured is void where it is told of.
+    otherwise, by that config's model_type. What is told of one goes before what was measured.
     """
     measured = data()["families"]
-    entries = measured | {name: measured.get(name, {}) | {"reason": None} | entry for name, entry in told().items()}
+    entries = measured | {name: measured.get(name, {}) | entry for name, entry in told().items()}
     return {name: family_from(name, entries[name]) for name in sorted(entries)}
 
 
@@ -119,7 +131,7 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
     return Family(
         model_type=model_type,
         class_name=entry["class"],
-        reason=entry.get("reason"),
+        reason=TRANSCODED if entry.get("transcodes") else entry.get("reason"),
         geometry=entry.get("geometry", True),
         defaults=entry["defaults"],
         aliases=entry.get("aliases", {}),
@@ -139,6 +151,10 @@ def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
         fused=fused,
         input_norms=tuple(entry.get("input_norms", ("input_layernorm",))),
         kv_rules=entry.get("kv_heads"),
+        by_type=entry.get("by_type", {}),
+        keys_as_values=entry.get("keys_as_values"),
+        unaligned=entry.get("unaligned"),
+        transcodes=entry.get("transcodes", False),
     )
 
 
@@ -164,6 +180,35 @@ def get_kv_heads(config: Mapping[str, Any], family: Family) -> Any:
         return kv_fields.read(family.kv_rules["read"], text_config(config), partial(get, config, family))
     held = get(config, family, KV_HEADS)
     return get(config, family, "num_attention_heads") if held is None else held
+
+
+PER_LAYER_CONFIG = "per_layer_config"
+"""The field under which transformers writes what single layers have instead of the config's own fields, by number."""
+
+
+def layer_overrides(config: Mapping[str, Any], family: Family, layer: int, layer_type: str) -> Mapping[str, Any]:
+    """What a layer has instead of the config's num_key_value_heads and head_dim: as per_layer_config says, else by the
+    family's fields for layers of its type.
+    """
+    text = text_config(config)
+    if PER_LAYER_CONFIG in text:
+        held = text[PER_LAYER_CONFIG] or {}  # by number, which is "05" where there are tens of layers
+        return next((one for number, one in held.items() if int(number) == layer), {})
+    fields = _fields_in_force(config, family, layer_type)
+    return {name: text.get(one["field"], one.get("default")) for name, one in fields.items()}
+
+
+def _fields_in_force(config: Mapping[str, Any], family: Family, layer_type: str) -> dict[str, Mapping[str, Any]]:
+    """What layers of a type have instead of the config's own fields → the field that says so, where it holds anything
+    and the config has what it takes to be heeded.
+    """
+    text = text_config(config)
+    return {
+        name: one
+        for name, one in family.by_type.get(layer_type, {}).items()
+        if text.get(one["field"], one.get("default")) is not None
+        and ("when" not in one or get(config, family, one["when"]))
+    }
 
 
 class AttentionTensor(NamedTuple):
@@ -204,7 +249,9 @@ def find_family(config: Mapping[str, Any]) -> Family:
         if text_type == found and key in held:
             text_type = other
     family = families().get(text_type)
-    reason = composite.reason if composite and composite.reason else _unreadable(held, text_type, family)
+    alone = family is not None and family.within is None
+    reason = (family.reason if composite and alone and family else None) or (composite and composite.reason)
+    reason = reason or _unreadable(held, text_type, family)
     if family is None or reason is not None:
         inside = "" if composite is None else f", its language model {text_type!r}"
         raise RequestError(f"model_type {model_type!r}{inside}: {reason}")
@@ -254,7 +301,7 @@ def _unreadable(config: Mapping[str, Any], model_type: str, family: Family | Non
     signs: tuple[tuple[object, str | None], ...] = (
         (config.get("is_encoder_decoder"), ENCODER_DECODER),
         ("text_config" in config, "no class of transformers is known that holds a language model so (text_config)"),
-        (config.get("per_layer_config"), PER_LAYER),
+        (config.get(PER_LAYER_CONFIG) and not (family and family.by_type), PER_LAYER),
         (family is not None, None if family is None or family.geometry else family.reason),
         *((model_type in names, reason) for reason, names in data()["others"].items()),
         ("auto_map" in config, "its code comes with the checkpoint (auto_map), and remote code is never run"),
@@ -352,4 +399,15 @@ def kv_heads_changes(config: Mapping[str, Any], kv_heads: int) -> dict[str, Any]
     own = family.aliases.get(KV_HEADS, KV_HEADS)
     held = {own: get_kv_heads(config, family)} | kv_heads_fields(config, family)
     repeated = {name: fewer(config[name]) for name in held if config.get(name) == held[name]}
-    return repeated | inside(config, {name: fewer(value) for name, value in held.items()})
+    changes = {name: fewer(value) for name, value in held.items()}
+    return repeated | inside(config, changes | _override_changes(config, family, fewer))
+
+
+def _override_changes(config: Mapping[str, Any], family: Family, fewer: Callable[[Any], Any]) -> dict[str, Any]:
+    """Changes to the K/V-head counts of single layers, or of all of a type, where the config holds any."""
+    text = text_config(config)
+    if PER_LAYER_CONFIG in text:
+        held = {layer: one[KV_HEADS] for layer, one in (text[PER_LAYER_CONFIG] or {}).items() if KV_HEADS in one}
+        return {PER_LAYER_CONFIG: {layer: {KV_HEADS: fewer(count)} for layer, count in held.items()}} if held else {}
+    fields = (_fields_in_force(config, family, one).get(KV_HEADS) for one in family.by_type)
+    return {one["field"]: fewer(text[one["field"]]) for one in fields if one is not None}

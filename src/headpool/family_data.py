@@ -19,8 +19,9 @@ def data() -> dict[str, Any]:
 @cache
 def told() -> dict[str, Any]:
     """What is told by hand of families, over what was measured: one projection for queries, keys and values, and counts
-    of K/V heads in fields of their own. A test holds it against their classes.
+    of K/V heads in fields of their own, layers that their configs tell in ways of their own. `like` names an entry with
+    the rest. A test holds it against their classes.
     """
     text = resources.files("headpool").joinpath("told_families.json").read_text(encoding="utf-8")
     loaded: dict[str, Any] = json.loads(text)
-    return loaded
+    return {name: loaded.get(entry.pop("like", ""), {}) | entry for name, entry in loaded.items()}

@@ -24,10 +24,11 @@ Kind = Literal["full", "sliding", "none"]
 
 KINDS: Mapping[str, Kind] = {
     "full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "sliding",
-    "attention": "full", "linear_attention": "none", "conv": "none", "mamba": "none", "moe": "none", "mlp": "none",
+    "attention": "full", "hybrid": "full", "linear_attention": "none", "conv": "none", "mamba": "none", "moe": "none",
+    "mlp": "none",
 }  # fmt: skip
 """transformers' words in `layer_types`; a chunked layer holds no more than its chunk, as a sliding one its
-window.
+window, and a hybrid one attends beside a state-space model.
 """
 
 WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -39,7 +40,8 @@ class Layer:
 
     kind: "full" attends to every token, "sliding" to the last `window`, "none" keeps no keys and values.
     heads, kv_heads, head_dim: counts and elements, the same for keys and values. shares: the index of the
-    layer whose K/V this one reads instead of keeping its own.
+    layer whose K/V this one reads instead of keeping its own. own_values is false where one projection gives keys and
+    values.
     """
 
     kind: Kind
@@ -48,6 +50,7 @@ class Layer:
     head_dim: int
     window: int | None = None
     shares: int | None = None
+    own_values: bool = True
 
     @property
     def group_size(self) -> int:
@@ -66,9 +69,7 @@ def layers(config: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 def layers_of(config: Mapping[str, Any], family: Family) -> tuple[Layer, ...]:
     """`layers` for a config whose family is known."""
-    listed_types = families.get(config, family, "layer_types")
-    held = families.get(config, family, "num_hidden_layers")
-    count = _whole(len(listed_types) if held is None and listed_types else held, "num_hidden_layers")
+    count = _count(config, family)
     families.kv_heads_fields(config, family)
     listed = families.get_kv_heads(config, family)
     if isinstance(listed, list) and len(listed) != count:
@@ -86,15 +87,26 @@ def layers_of(config: Mapping[str, Any], family: Family) -> tuple[Layer, ...]:
     return tuple(result)
 
 
+def _count(config: Mapping[str, Any], family: Family) -> int:
+    """How many layers there are: as many as have a word of their own, where a class counts those alone."""
+    rule = family.window or {}
+    words = families.get(config, family, "layer_types")
+    if rule.get("word_each"):
+        words = words or families.get(config, family, rule["repeated"]) or rule["default"]
+    held = None if rule.get("word_each") else families.get(config, family, "num_hidden_layers")
+    return _whole(len(words) if held is None and words else held, "num_hidden_layers")
+
+
 def _layer(config: Mapping[str, Any], family: Family, index: int, layer_type: str, window: int | None) -> Layer:
     heads = _whole(families.get(config, family, "num_attention_heads"), "num_attention_heads")
-    held = families.get_kv_heads(config, family)
+    own = families.layer_overrides(config, family, index, layer_type)
+    held = own.get(families.KV_HEADS, families.get_kv_heads(config, family))
     kv_heads = _whole(held[index] if isinstance(held, list) else held, families.KV_HEADS)
     if heads % kv_heads:
         raise RequestError(
             f"layer {index}: num_attention_heads {heads} does not divide by {families.KV_HEADS} {kv_heads}"
         )
-    head_dim = families.get(config, family, "head_dim") if family.head_dim_read else None
+    head_dim = own.get("head_dim", families.get(config, family, "head_dim")) if family.head_dim_read else None
     if head_dim is None:
         hidden = _whole(families.get(config, family, "hidden_size"), "hidden_size")
         if hidden % heads:
@@ -103,7 +115,8 @@ def _layer(config: Mapping[str, Any], family: Family, index: int, layer_type: st
     kind: Kind = KINDS[layer_type]
     if kind == "sliding" and window is None:
         kind = "full"
-    return Layer(kind, heads, kv_heads, _whole(head_dim, "head_dim"), window)
+    own_values = not (kind == "full" and family.keys_as_values and families.get(config, family, family.keys_as_values))
+    return Layer(kind, heads, kv_heads, _whole(head_dim, "head_dim"), window, own_values=own_values)
 
 
 def _kinds(config: Mapping[str, Any], family: Family, count: int) -> list[tuple[str, int | None]]:
@@ -145,9 +158,13 @@ def kinds_by_rule(rule: Mapping[str, Any], count: int, get: Callable[[str], Any]
     """What a family's rule makes of a config without layer_types.
 
     The rule (families' data) says which `type` layers with a window have, or those without attention, and `enabled_by`
-    which field they have none without. Full are the layers below the field `below`, the `first` many, the `last`, and
-    one in `every` (a number, or a field with its `default`), at position `at` of each run.
+    which field they have none without. Full are the layers below the field `below`, the `first` many, the `last`, those
+    that the field `listed` lists, and one in `every` (a number, or a field with its `default`), at position `at` (a
+    number or a field) of each run. Or the field `repeated` holds words (in a string, letters) for the layers, over and
+    over if need be, which `words` translates; with `word_each` there are as many layers as words.
     """
+    if "repeated" in rule:
+        return _by_words(rule, count, get)
     layer_type = rule.get("type")
     window = _window(rule, layer_type, get)
     if window is None and KINDS.get(layer_type or "full_attention") != "none":
@@ -157,12 +174,25 @@ def kinds_by_rule(rule: Mapping[str, Any], count: int, get: Callable[[str], Any]
     if isinstance(every, str):
         held = get(every)
         every = _whole(rule.get("default") if held is None else held, every)
+    at = rule.get("at", -1)
+    at = _whole(get(at), at, least=0) if isinstance(at, str) else at
+    listed = (get(rule["listed"]) if "listed" in rule else None) or ()
 
     def full(index: int) -> bool:
-        periodic = every is not None and index % every == rule.get("at", -1) % every
-        return index < first or periodic or (index == count - 1 and rule.get("last", False))
+        periodic = every is not None and index % every == at % every
+        return index < first or periodic or index in listed or (index == count - 1 and rule.get("last", False))
 
     return [("full_attention", None) if full(index) else (str(layer_type), window) for index in range(count)]
+
+
+def _by_words(rule: Mapping[str, Any], count: int, get: Callable[[str], Any]) -> list[tuple[str, int | None]]:
+    field, words = rule["repeated"], rule["words"]
+    held = get(field) or rule.get("default")
+    unknown = [word for word in held or () if word not in words]
+    if not held or unknown:
+        raise RequestError(f"config.json: {field} must hold {', '.join(words)}, found {(unknown or [held])[0]!r}")
+    kinds = [words[held[index % len(held)]] for index in range(count)]
+    return [(kind, _window(rule, kind, get)) for kind in kinds]
 
 
 def _whole(value: Any, field: str, *, least: int = 1) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 from headpool.composite import composites, text_config
 from headpool.family_data import data
 
+SILENT = "its class takes no text without its other input, and only its language model was tested with text"
+
 
 @cache
 def served() -> dict[str, list[str]]:
@@ -28,7 +30,8 @@ def opens_in(config: Mapping[str, Any]) -> list[str]:
     composite = composites().get(model_type)
     if composite is not None and text_config(config)["model_type"] != composite.text:
         return []
-    return [f"transformers {data()['transformers']}", *served().get(model_type, ())]
+    ran = "" if composite is None or not composite.silent else " (loaded; it takes no text alone there)"
+    return [f"transformers {data()['transformers']}{ran}", *served().get(model_type, ())]
 
 
 def warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -36,7 +39,10 @@ def warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     if config.get("model_type") == "falcon" and config.get("new_decoder_architecture"):
         version = data()["transformers"]
         return (f"transformers {version} caches Falcon's keys and values for each query head: it saves no cache there",)
+    composite = composites().get(str(config.get("model_type")))
     if opens_in(config):
+        if composite is not None and composite.silent:
+            return (f"{composite.model_type} with fewer K/V heads was loaded and never run: {SILENT}",)
         return ()
     inside = text_config(config)["model_type"]
     untried = f"{config['model_type']} around a language model of type {inside}, with fewer K/V heads, was never run"

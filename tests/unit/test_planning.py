@@ -124,6 +124,12 @@ def test_windows_bound_the_saving(tmp_path: Path) -> None:
     assert plan.options[0].cache_bytes_per_token == 2 * 4 * 256 * 4 * 4
 
 
+def shown_text(table: Any) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(table)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -136,6 +142,35 @@ def test_models_that_do_not_convert_still_have_a_plan(tmp_path: Path, config: di
     assert not plan.convertible
     assert reason in str(plan.reason)
     assert plan.options[-1].kv_heads == 1
+
+
+def test_a_model_that_is_transcoded_first_says_how(tmp_path: Path) -> None:
+    plan = planning.plan(write(tmp_path / "m", {"model_type": "gpt_neox"}))
+    assert (plan.convertible, plan.transcode, plan.reason) == (True, True, None)
+    assert planning.plan(write(tmp_path / "n", llama())).transcode is False
+    quantized = {"model_type": "gpt_neox", "quantization_config": {"quant_method": "gptq"}}
+    refused = planning.plan(write(tmp_path / "q", quantized))
+    assert (refused.convertible, refused.transcode) == (False, False)
+    shown = [shown_text(planning.plan_table(one)) for one in (plan, refused)]
+    assert ["--transcode" in text for text in shown] == [True, False]
+    assert ["does not convert" in text for text in shown] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({"new_decoder_architecture": True, "num_kv_heads": 8}, True),
+        ({"multi_query": False}, True),
+        ({"multi_query": True}, False),
+        ({"multi_query": False, "parallel_attn": False}, False),
+    ],
+)
+def test_plan_tells_that_falcons_new_architecture_saves_no_cache(
+    tmp_path: Path, changes: dict[str, Any], warned: bool
+) -> None:
+    config = {"model_type": "falcon", "num_attention_heads": 64, "hidden_size": 4096} | changes
+    plan = planning.plan(write(tmp_path / "m", config))
+    assert [("caches Falcon's keys and values for each query head" in one) for one in plan.warnings] == [True] * warned
 
 
 @pytest.mark.parametrize(
