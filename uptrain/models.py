@@ -97,5 +97,5 @@ def check_isolation(model: Any, rows: int) -> None:
     if not torch.equal(first[:, 8:], second[:, 8:]):
         raise RequestError(
             f"document_attention: {model.config.model_type} with attention {model.config._attn_implementation} looks "
-            "across documents; try attention: sdpa"
+            "across documents; try attention: sdpa, or, where layers carry a state along, do without it"
         )

@@ -5,15 +5,32 @@ Shape suffixes: B sequences, T tokens of one, D hidden, V vocabulary, n a few of
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from headpool.families import Family
+from headpool.errors import RequestError
+from headpool.families import Family, attention_tensor
 from headpool.uptrain.loss import Distillation, token_losses
 from headpool.uptrain.stream import IGNORED
+
+
+def attention_blocks(model: nn.Module, family: Family, layers: int) -> list[nn.Module]:
+    """The attention modules of a language model, in the order of its layers, also where it is a part of `model`.
+
+    Raises RequestError where the class keeps them under names that are not known.
+    """
+    named = dict(model.named_modules())
+    found = {layer: named.get(family.attention.format(layer)) for layer in range(layers)}
+    if not any(found.values()):
+        held = ((attention_tensor(family, f"{name}.weight"), module) for name, module in named.items())
+        found = {one.layer: module for one, module in held if one is not None and one.suffix == "weight"}
+    blocks = [block for _, block in sorted(found.items()) if hasattr(block, family.output)]
+    if not blocks:
+        raise RequestError(f"distill.blocks: where the attention of {type(model).__name__} stands is not known")
+    return [block for block in blocks if block is not None]
 
 
 class BlockTap:
@@ -24,8 +41,8 @@ class BlockTap:
     def __init__(self, model: nn.Module, family: Family, layers: int) -> None:
         self._outputs: list[Tensor] = []
         self._open = False
-        for layer in range(layers):
-            model.get_submodule(family.attention.format(layer)).register_forward_hook(self._hear)
+        for block in attention_blocks(model, family, layers):
+            block.register_forward_hook(self._hear)
 
     def _hear(self, _: nn.Module, __: Any, output: Any) -> None:
         if self._open:
@@ -33,7 +50,7 @@ class BlockTap:
 
     @contextmanager
     def listen(self) -> Iterator[list[Tensor]]:
-        """A list that holds, at the end, one [B, T, D] for each layer."""
+        """A list that holds, at the end, one [B, T, D] for each layer with attention."""
         self._outputs, self._open = [], True
         try:
             yield self._outputs
@@ -52,7 +69,7 @@ class Teacher:
         self._tap = BlockTap(model, family, layers)
         self._body = model.base_model
         self._run_body = self._body.forward
-        self._hidden_BTD: Tensor | None = None
+        self._given: Any = None
 
     @property
     def vocabulary(self) -> int:
@@ -64,7 +81,7 @@ class Teacher:
         on for this batch.
         """
         with torch.autocast(inputs["input_ids"].device.type, enabled=False), self._tap.listen() as blocks:
-            self._hidden_BTD = self._body(**inputs, use_cache=False).last_hidden_state
+            self._given = self._body(**inputs, use_cache=False)
         return blocks
 
     @torch.no_grad()
@@ -74,9 +91,8 @@ class Teacher:
         The class itself makes them, with whatever it does to logits (caps, scales); its body only hands out what it
         has computed before.
         """
-        assert self._hidden_BTD is not None
-        hidden_1nD = self._hidden_BTD.flatten(0, 1)[None, begin:end]
-        self._body.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden_1nD)
+        hidden_1nD = self._given.last_hidden_state.flatten(0, 1)[None, begin:end]
+        self._body.forward = lambda *_, **__: replace(self._given, last_hidden_state=hidden_1nD)
         try:
             with torch.autocast(hidden_1nD.device.type, enabled=False):
                 positions_1n = torch.zeros(hidden_1nD.shape[:2], dtype=torch.long, device=hidden_1nD.device)

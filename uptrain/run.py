@@ -186,15 +186,15 @@ def _set_block_scales(run: Run, plan: Plan, batch: Batch) -> None:
     if not plan.blocks or objective.teacher is None:
         return
     device = run.workers.accelerator.device
-    sums = torch.zeros(len(plan.layers) + 1, dtype=torch.float64, device=device)
+    parts = []
     for at in range(0, len(batch.input_ids), run.micro_batch):
         part = slice(at, at + run.micro_batch)
         counted_BT = (batch.labels[part] != IGNORED).to(device)
         positions = batch.position_ids[part].to(device) if run.document_attention else None
         inputs = model_inputs(batch.input_ids[part].to(device), positions)
         norms = squared_norms(objective.teacher.read(inputs), counted_BT)
-        sums += torch.cat([norms, counted_BT.sum().double()[None]])
-    *squares, tokens = run.workers.total(sums).tolist()
+        parts.append(torch.cat([norms, counted_BT.sum().double()[None]]))
+    *squares, tokens = run.workers.total(torch.stack(parts).sum(0)).tolist()
     run.state.block_scales = objective.block_scales = [one / tokens for one in squares]
 
 

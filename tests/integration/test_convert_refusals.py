@@ -351,3 +351,16 @@ def test_faults_that_the_source_has_are_inherited_with_a_warning(copy: Path, tmp
     result = convert_checkpoint(str(copy), tmp_path / "out", kv_heads=4)
     assert "missing: model.norm.weight; unexpected: stray.weight" in result.warnings[0]
     assert "stray.weight" in tiny.tensors(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("bloom", "no num_key_value_heads"), ("mamba", "state-space model"), ("gpt2", "--transcode")],
+)
+def test_a_model_that_no_weights_would_help_is_told_so_before_they_are_missed(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(RequestError, match=reason):
+        convert_checkpoint(str(tmp_path / "source"), tmp_path / "out", kv_heads=1)
