@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headpool import families
+from headpool import attention, families
 from headpool.composite import text_config
 from headpool.convert.layouts.base import Layout
 from headpool.convert.layouts.fused import Fused
@@ -58,7 +58,7 @@ def find_layout(
 
 
 def _layout(stem: str, config: Mapping[str, Any], family: Family, layers: tuple[Layer, ...]) -> Layout:
-    dims = families.rotary_dims(config, family, layers[0].head_dim)
+    dims = attention.rotary_dims(config, family, layers[0].head_dim)
     projections: dict[Part, str] = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
     if family.fused is not None:
         projections = dict.fromkeys(projections, family.fused.projection)
@@ -80,9 +80,9 @@ def _layout(stem: str, config: Mapping[str, Any], family: Family, layers: tuple[
         "input_norms": family.input_norms,
         "key_gains": family.key_gains,
         "query_parts": family.query_parts,
-        "bare_norms": frozenset(families.bare_norms(config, family, len(layers))),
-        "normed_values": family.model_type in families.VALUE_NORMS,
-        "clipped": families.clipped(config),
+        "bare_norms": frozenset(attention.bare_norms(config, family, len(layers))),
+        "normed_values": family.model_type in attention.VALUE_NORMS,
+        "clipped": attention.clipped(config),
         "alibi": bool(text_config(config).get("alibi")),
     }
     return Separate(**common) if family.fused is None else Fused(**common, order=family.fused.order)

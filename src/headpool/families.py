@@ -315,41 +315,6 @@ def _unknown(model_type: str) -> str:
     return "unknown" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
-def rotary_dims(config: Mapping[str, Any], family: Family, head_dim: int) -> int:
-    """How many of a head's dimensions rotate, in layers that rotate at all; none with ALiBi."""
-    config = text_config(config)
-    if config.get("alibi"):
-        return 0
-    held = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
-    factors = [one["partial_rotary_factor"] for one in held if one and "partial_rotary_factor" in one]
-    factor = factors[0] if factors else get(config, family, "partial_rotary_factor")
-    return int(head_dim * (1.0 if factor is None else factor))
-
-
-BARE_NORMS: Mapping[str, tuple[str, ...]] = {"nanochat": (), "llama4_text": ("use_qk_norm", "no_rope_layers")}
-"""Families whose queries and keys pass norms without gains, in the layers of which all these fields are true."""
-
-
-VALUE_NORMS = ("gemma3n_text",)
-"""Families whose values pass norms without gains."""
-
-
-def bare_norms(config: Mapping[str, Any], family: Family, layers: int) -> list[int]:
-    """The layers whose queries and keys pass norms that have no gains, and so no tensors."""
-    if family.model_type not in BARE_NORMS:
-        return []
-    held = [text_config(config).get(field, True) for field in BARE_NORMS[family.model_type]]
-    by_layer = [one if isinstance(one, list) else [one] * layers for one in held]
-    return [index for index in range(layers) if all(one[index] for one in by_layer)]
-
-
-def clipped(config: Mapping[str, Any]) -> bool:
-    """Whether queries, keys and values are cut off at a size."""
-    text = text_config(config)
-    nested = text.get("attn_config")
-    return (nested if isinstance(nested, Mapping) else text).get("clip_qkv") is not None
-
-
 def kv_heads_fields(config: Mapping[str, Any], family: Family | None = None) -> dict[str, Any]:
     """Every field of the language model's config that holds its K/V-head count, with its value.
 

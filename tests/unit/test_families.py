@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headpool import families
+from headpool import attention, families
 from headpool.errors import RequestError
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -150,7 +150,7 @@ def test_a_mistral_config_with_layer_types_is_read_as_ministral_as_transformers_
 )
 def test_partial_rotation_wherever_a_config_holds_it(model_type: str, held: dict[str, Any], dims: int) -> None:
     family = families.families()[model_type]
-    assert families.rotary_dims({"model_type": model_type} | held, family, 64) == dims
+    assert attention.rotary_dims({"model_type": model_type} | held, family, 64) == dims
 
 
 @pytest.mark.parametrize(
