@@ -135,7 +135,7 @@ class Walk:
         self.count = len(stock.layout.layers)
         self._work = work
         self._dtype = torch.promote_types(stock.dtype, torch.float32)
-        self._tuples = False
+        self._parts = 0  # of the tuples that layers give; 0 where they give hidden states alone
         self._hidden: dict[int, Rows] = {}
         self._width: int = stock.config.get_text_config().hidden_size
         self.first = self._resume()
@@ -177,7 +177,7 @@ class Walk:
             else:
                 arguments = (hidden, *arguments[1:])
             result = layer.module(*arguments, **keywords)
-            self._tuples = isinstance(result, tuple)
+            self._parts = len(result) if isinstance(result, tuple) else 0
             return result
 
         return self._run(rows, {layer.index: enter, layer.index + 1: _stop})
@@ -206,7 +206,7 @@ class Walk:
 
     def _hand_on(self, *arguments: Any, **keywords: Any) -> Any:
         hidden = keywords["hidden_states"] if "hidden_states" in keywords else arguments[0]
-        return (hidden,) if self._tuples else hidden
+        return (hidden, *(None,) * (self._parts - 1)) if self._parts else hidden
 
     @torch.no_grad()
     def _embed(self) -> None:
@@ -242,7 +242,7 @@ class Walk:
 
     def _publish(self, index: int) -> None:
         if self._work:
-            self._work.save("walk", {}, {"tuples": self._tuples})
+            self._work.save("walk", {}, {"parts": self._parts})
             self._work.publish(_name(index))
 
     def _leave(self, index: int) -> None:
@@ -262,7 +262,7 @@ class Walk:
         if not found:
             return 0
         first = max(found)
-        self._tuples = kept["tuples"]
+        self._parts = kept["parts"]
         self._hidden[first] = Rows(self._shape(), self._dtype, self._work.path(_name(first)), new=False)
         return first
 
