@@ -250,11 +250,13 @@ def _divides(layer: Layer, kv_heads: int) -> bool:
 def regroup(layers: Sequence[Layer], kv_heads: int) -> tuple[Layer, ...]:
     """The layers with `kv_heads` K/V heads in each that has more; the others stay.
 
-    Raises RequestError for a count below 1, one that no layer reaches, and one that does not divide a
-    layer's.
+    Raises RequestError for a count below 1, one that no layer reaches, one that does not divide a layer's, and where no
+    layer has any.
     """
     possible = options(layers)
-    most = max(possible, default=0)
+    if not possible:
+        raise RequestError("no layer of the model keeps keys and values")
+    most = max(possible)
     listed = ", ".join(map(str, possible))
     if kv_heads < 1 or kv_heads > most:
         bound = "at least 1 is needed" if kv_heads < 1 else f"the model has {most}"
