@@ -1,5 +1,6 @@
 """Small models of classes that cannot hold fewer K/V heads, and what they are transcoded to."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "gpt2", "gpt_bigcode",
         OWN_NAMES | {"scale_attn_weights": False, "reorder_and_upcast_attn": True, "tie_word_embeddings": False},
     ),
+    "gpt-sw3": ("gpt-sw3", "gpt_bigcode", OWN_NAMES),
     "opt": ("opt", "gpt_bigcode", OPT),
     "opt, bare": (
         "opt", "gpt_bigcode", OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False},
@@ -64,6 +66,10 @@ def fewer(name: str) -> int:
     return 1 if KINDS[name][1] == "gpt_bigcode" else 4
 
 
-def saved(directory: Path, built: Any) -> Path:
+def saved(directory: Path, built: Any, model_type: str | None = None) -> Path:
+    """The model as a checkpoint, of another model_type that transformers reads in its class where one is given."""
     built.save_pretrained(directory)
+    if model_type not in (None, built.config.model_type):
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type}))
     return directory

@@ -41,7 +41,7 @@ def facts(out: Path) -> dict[str, Any]:
 def test_the_host_computes_the_same_function(tmp_path: Path, name: str) -> None:
     model_type, host, _ = KINDS[name]
     model = transcoded.model(name)
-    source = transcoded.saved(tmp_path / "source", model)
+    source = transcoded.saved(tmp_path / "source", model, model_type)
     result = convert(source, tmp_path / "out")
     assert result.transcoded == {"from": model_type, "to": host} == facts(tmp_path / "out")["transcoded"]
     assert result.warnings == ()

@@ -14,11 +14,9 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headpool import families, family_data, geometry
-from headpool.convert.transcode.find import SAME_CLASS
 
 
 def model(model_type: str) -> Any:
-    model_type = SAME_CLASS.get(model_type, model_type)
     own = next((kind[2] for kind in transcoded.KINDS.values() if kind[0] == model_type), None)
     if own is None:
         _, what, full, _ = next(kind for kind in fused.KINDS.values() if kind[0] == model_type)
