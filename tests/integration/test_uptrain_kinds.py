@@ -1,5 +1,6 @@
 """Uptraining models that hold a language model beside others, and hybrids whose other layers have no attention."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 import training
 import yaml
 
+from headpool import families, geometry
 from headpool.convert.run import convert_checkpoint
 from headpool.errors import RequestError
+from headpool.uptrain.objective import attention_blocks
 from headpool.uptrain.run import uptrain
 
 pytestmark = pytest.mark.usefixtures("quick_check")
@@ -43,15 +46,25 @@ def trained(
 DISTILLED = {"teacher": "model", "distill": {"weight": 0.5, "blocks": 1.0}}
 
 
-@pytest.mark.parametrize("model_type", ["llava"])
+@pytest.mark.parametrize("model_type", ["llava", "jamba", "nemotron_h"])
 def test_it_learns_from_text_and_from_the_original(model_type: str, tmp_path: Path) -> None:
     result, before, after = trained(tmp_path, model_type, **DISTILLED)
     assert result.steps == 2
     assert result.loss > 0
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     attention = {name for name in before if "vision" not in name and name.endswith(("k_proj.weight", "v_proj.weight"))}
+    assert attention
     assert attention <= changed
     assert not any("vision" in name or "projector" in name for name in changed), "text tells these parts nothing"
+
+
+@pytest.mark.parametrize("model_type", ["llava", "jamba", "nemotron_h"])
+def test_every_block_of_attention_is_heard_and_no_other(model_type: str) -> None:
+    model = registry.built(model_type)
+    config = model.config.to_dict()
+    heard = attention_blocks(model, families.find_family(config), len(geometry.layers(config)))
+    named = [module for name, module in model.named_modules() if "vision" not in name]
+    assert heard == [module for module in named if re.search("Attention$", type(module).__name__)]
 
 
 def test_documents_cannot_be_kept_apart_where_a_state_is_carried_along(tmp_path: Path) -> None:
