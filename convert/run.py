@@ -17,6 +17,7 @@ from headpool.card import first_card, replace_files
 from headpool.check import Check, Report
 from headpool.checkpoint import PROVENANCE, Source, locate, open_source, read_config
 from headpool.convert.aligned.options import TEXT, Alignment, Prediction
+from headpool.convert.layouts import PARTS
 from headpool.convert.plan import Plan, plan_conversion
 from headpool.convert.provenance import classes, provenance
 from headpool.convert.result import Conversion
@@ -259,7 +260,7 @@ def _write(
                 card = beside.submit(first_card, staging, out.resolve().name, config)
                 write_tensors(plan, staging, seed=seed, progress=progress, prepared=prepared)
             replace_files(staging, card.result())  # here: a thread that a signal leaves behind must not write
-            inherited = _judge(check.result(), plan.source)
+            inherited = _judge(check.result(), plan)
         finally:
             check.kill()
         if inherited:
@@ -290,16 +291,30 @@ def _copy_sidecars(source: Source, staging: Path) -> None:
         shutil.copyfile(source.directory / name, staging / copy)
 
 
-def _judge(report: Report, source: Source) -> Report | None:
-    """Refuse a result that fits its class less well than the source does; give the faults that both have."""
+def _judge(report: Report, plan: Plan) -> Report | None:
+    """Refuse a result that fits its class less well than the source does, and a source whose weights contradict its
+    config; give the faults that both have.
+    """
     if not report:
         return None
-    original = Check(source.directory, source.directory).result()
-    if original.mismatched:
-        raise RequestError(f"weights and config of {source.model} contradict each other: {original.mismatched[0]}")
+    original = Check(plan.source.directory, plan.source.directory).result()
+    if (contradiction := _contradiction(original, plan)) is not None:
+        raise RequestError(f"weights and config contradict each other: {contradiction}")
     if worse := report.beyond(original):
         raise RequestError(f"the result does not fit its class, and was removed: {worse}")
     return report
+
+
+def _contradiction(original: Report, plan: Plan) -> str | None:
+    """What a source's tensors say against its config, one thing of it: another shape, attention where there is none."""
+    if original.mismatched:
+        return original.mismatched[0]
+    for index in (index for index, layer in enumerate(plan.before) if layer.kind == "none"):
+        for name in (plan.layout.names(index, part)[0] for part in PARTS):
+            if name in original.unexpected:
+                shape = list(plan.source.tensors[name].shape)
+                return f"tensor {name!r} is {shape}, the config makes layer {index} one without attention"
+    return None
 
 
 def _peak_rss_bytes() -> int:

@@ -99,7 +99,8 @@ def load(config_directory: str, weights_directory: str) -> dict[str, list[str]]:
         "missing": sorted(info["missing_keys"]),
         "unexpected": sorted(info["unexpected_keys"]),
         "mismatched": sorted(
-            f"{name} {list(found)} != {list(wanted)}" for name, found, wanted in info["mismatched_keys"]
+            f"tensor {name!r} is {list(found)}, the config makes it {list(wanted)}"
+            for name, found, wanted in info["mismatched_keys"]
         ),
     }
 

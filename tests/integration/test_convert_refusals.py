@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import registry
 import tiny
 import torch
 
@@ -194,7 +195,7 @@ def test_an_index_that_lies_about_its_files(tmp_path: Path) -> None:
         ),
         (
             {"model.embed_tokens.weight": torch.zeros(299, 96)},
-            r"contradict each other: .*embed_tokens.weight \[299, 96\]",
+            r"contradict each other: .*embed_tokens.weight' is \[299, 96\], the config makes it \[300, 96\]",
         ),
         ({V1: torch.full((96, 96), float("nan"))}, f"tensor '{V1}' holds NaN or infinity"),
         ({K1: torch.eye(96) * float("inf")}, f"tensor '{K1}' holds NaN or infinity"),
@@ -205,6 +206,18 @@ def test_weights_that_contradict_the_config_or_themselves(
 ) -> None:
     tiny.rewrite(copy, changes)
     refused(copy, tmp_path / "out", says)
+
+
+def test_a_hybrid_whose_weights_attend_in_another_layer_than_its_config(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    registry.built("jamba").save_pretrained(source)
+    attends = {name.split(".")[2] for name in tiny.tensors(source) if "self_attn" in name}
+    assert attends == {"1", "3"}
+    (tmp_path / "more").mkdir()
+    edit_config(source, attn_layer_period=4)
+    refused(source, tmp_path / "more" / "out", r"3.self_attn.q_proj.weight' is \[192, 192\], .* one without attention")
+    edit_config(source, attn_layer_period=2, attn_layer_offset=0)
+    refused(source, tmp_path / "more" / "out", r"0.self_attn.q_proj.weight' is missing, .* \[192, 192\]")
 
 
 def test_layers_that_lie_in_several_places(copy: Path, tmp_path: Path) -> None:
@@ -344,7 +357,7 @@ def test_a_result_that_does_not_fit_its_class_is_removed(
         return replace(plan_conversion(source, **options), config_text=source.config_text)
 
     monkeypatch.setattr(run, "plan_conversion", wrong)
-    refused(copy, tmp_path / "out", r"does not fit its class.*k_proj\.weight \[32, 96\] != \[96, 96\]")
+    refused(copy, tmp_path / "out", r"does not fit its class.*k_proj\.weight' is \[32, 96\], .* \[96, 96\]")
 
 
 def test_faults_that_the_source_has_are_inherited_with_a_warning(copy: Path, tmp_path: Path) -> None:
