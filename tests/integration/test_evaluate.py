@@ -210,7 +210,8 @@ def test_the_report_holds_the_fields_that_scripts_rely_on(
         made = Path(path) / "headpool.json"
         told = headers.encode() + (made.read_bytes() if made.exists() else b"")
         assert one["checkpoint_sha256"] == hashlib.sha256(told).hexdigest()
-    assert written["data"] == {"name": "texts", "sha256": "0" * 64, "texts": 1, "bytes": len(TEXT.encode())}
+    data = {"name": "texts", "sha256": "0" * 64, "texts": 1, "bytes": len(TEXT.encode()), "column": "text"}
+    assert written["data"] == data
     assert written["settings"]["window"] == written["settings"]["stride"] == 32
     assert written["versions"]["torch"] == torch.__version__
 

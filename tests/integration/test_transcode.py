@@ -210,8 +210,8 @@ def test_aligned_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     source = transcoded.saved(tmp_path / "source", model)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tiny.QUICKSTART / file, source / file)
-    text = read_documents(tiny.NOVEL) if calibrated else None
-    given = Alignment(calibration=text, device="cpu", tokens=2048, window=64, heal=5)
+    on_text: dict[str, Any] = {"calibration": read_documents(tiny.NOVEL), "tokens": 2048, "window": 64, "heal": 5}
+    given = Alignment(device="cpu", **(on_text if calibrated else {}))
     convert(source, tmp_path / "mean", 4)
     convert(source, tmp_path / "whole", 4, method="aligned", alignment=given)
     with monkeypatch.context() as patch:

@@ -10,6 +10,7 @@ import registry
 import tiny
 import torch
 import training
+import transcoded
 import yaml
 
 from headpool import families, geometry
@@ -65,6 +66,13 @@ def test_every_block_of_attention_is_heard_and_no_other(model_type: str) -> None
     heard = attention_blocks(model, families.find_family(config), len(geometry.layers(config)))
     named = [module for name, module in model.named_modules() if "vision" not in name]
     assert heard == [module for module in named if re.search("Attention$", type(module).__name__)]
+
+
+@pytest.mark.parametrize("kind", ["pythia", "gptj", "codegen", "gpt2", "gpt-sw3", "opt"])
+def test_a_teacher_whose_class_cannot_hold_fewer_heads_is_heard(kind: str) -> None:
+    model = transcoded.model(kind)
+    heard = attention_blocks(model, families.find_family(model.config.to_dict()), 2)
+    assert [type(block).__name__.endswith("Attention") for block in heard] == [True, True]
 
 
 def test_documents_cannot_be_kept_apart_where_a_state_is_carried_along(tmp_path: Path) -> None:
