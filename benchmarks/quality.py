@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headpool.convert.aligned.options import CALIBRATION_TOKENS, HEAL_STEPS, Alignment
+from headpool.convert.aligned.options import Alignment
 from headpool.convert.run import convert_checkpoint
+from headpool.defaults import CALIBRATION_TOKENS, HEAL_RATE, HEAL_STEPS
 from headpool.eval.measure import ModelSpec, evaluate
 from headpool.text import TextData, read_documents, read_texts
 
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--calibration-window", type=int)
     parser.add_argument("--tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--heal", type=int, default=HEAL_STEPS)
-    parser.add_argument("--rate", type=float, default=Alignment().learning_rate)
+    parser.add_argument("--rate", type=float, default=HEAL_RATE)
     parser.add_argument("--only", help="only the rows whose name holds this")
     arguments = parser.parse_args()
     data = [read_texts(path) for path in arguments.data]

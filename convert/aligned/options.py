@@ -6,11 +6,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from headpool.defaults import CALIBRATION_TOKENS, HEAL_RATE, HEAL_STEPS
 from headpool.errors import RequestError
 from headpool.text import TextData, is_file_name
-
-CALIBRATION_TOKENS = 524_288
-HEAL_STEPS = 1000
 
 GROUPS = ("search", "contiguous")
 SCOPES = ("layer", "attention")
@@ -45,7 +43,7 @@ class Alignment:
     refit: bool = True
     heal: int = HEAL_STEPS
     heal_scope: str = "layer"
-    learning_rate: float = 0.8
+    learning_rate: float = HEAL_RATE
     device: str | None = None
     work: Path | None = None
     plot: Path | None = None

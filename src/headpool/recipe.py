@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
+from headpool.defaults import CALIBRATION_TOKENS, HEAL_RATE, HEAL_STEPS
 from headpool.errors import RequestError
 from headpool.geometry import parse_size
 from headpool.sections import Positive, Section, UptrainSection
@@ -43,16 +44,16 @@ class ConvertSection(Section):
         None, description="for aligned, and for norms with gains for every key head: text like the training data"
     )
     text_column: str = Field("text", description="the column of `calibration` that holds the text")
-    calibration_tokens: Positive = Field(524_288, description="how many of its tokens are used")
+    calibration_tokens: Positive = Field(CALIBRATION_TOKENS, description="how many of its tokens are used")
     calibration_window: Positive | None = Field(
         None, description="tokens per window; default: half the model's positions, at most 2048"
     )
     groups: Literal["search", "contiguous"] = Field("search", description="for aligned: which heads share")
     refit: bool = Field(True, description="for aligned: refit the output projection")
-    heal: Annotated[int, Field(ge=0)] = Field(1000, description="for aligned: steps of healing for each layer")
+    heal: Annotated[int, Field(ge=0)] = Field(HEAL_STEPS, description="for aligned: steps of healing for each layer")
     heal_scope: Literal["layer", "attention"] = Field("layer", description="for aligned: what is healed")
     heal_learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        0.8, description="for aligned: of healing, at its peak, relative to the size of what is trained"
+        HEAL_RATE, description="for aligned: of healing, at its peak, relative to the size of what is trained"
     )
     device: str | None = Field(None, description="for calibration; default: a GPU where there is one")
     dtype: Dtype | None = Field(None, description="dtype of the result; default: as the source")

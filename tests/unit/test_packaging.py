@@ -18,7 +18,7 @@ BASE = {
     "errors", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint", "destination",
     "hub", "kv_fields", "progress", "drawing", "plots", "text", "score", "recipe", "sections", "check", "rounding",
     "loading", "tensors", "card", "columns", "portable", "pinned", "uploading", "console", "family_data", "composite",
-    "opening", "card_parts", "licences", "attention", "__init__",
+    "opening", "card_parts", "licences", "attention", "defaults", "__init__",
 }  # fmt: skip
 LEVELS = {
     "convert": 1,

@@ -9,6 +9,7 @@ import typer
 
 from headpool.cli.options import Json, Model, Overrides, Recipe, Revision
 from headpool.console import show, stdout_for_json
+from headpool.defaults import CALIBRATION_TOKENS, HEAL_RATE, HEAL_STEPS
 
 
 def convert(
@@ -20,17 +21,19 @@ def convert(
         str | None, typer.Option(help="Text like the training data, for aligned and for gains of every key head.")
     ] = None,
     text_column: Annotated[str, typer.Option(help="The column of --calibration that holds the text.")] = "text",
-    calibration_tokens: Annotated[int, typer.Option(min=1, help="How many of its tokens are used.")] = 524_288,
+    calibration_tokens: Annotated[
+        int, typer.Option(min=1, help="How many of its tokens are used.")
+    ] = CALIBRATION_TOKENS,
     calibration_window: Annotated[
         int | None, typer.Option(min=8, help="Tokens per window; default: half the model's positions, at most 2048.")
     ] = None,
     groups: Annotated[str, typer.Option(help="Heads that share: search or contiguous.")] = "search",
     refit: Annotated[bool, typer.Option(help="Refit the output projection.")] = True,
-    heal: Annotated[int, typer.Option(min=0, help="Steps of healing for each layer; 0: none.")] = 1000,
+    heal: Annotated[int, typer.Option(min=0, help="Steps of healing for each layer; 0: none.")] = HEAL_STEPS,
     heal_scope: Annotated[str, typer.Option(help="What is healed: layer or attention.")] = "layer",
     heal_learning_rate: Annotated[
         float, typer.Option(help="Of healing, at its peak, relative to the size of what is trained.")
-    ] = 0.8,
+    ] = HEAL_RATE,
     device: Annotated[str | None, typer.Option(help="For calibration; default: a GPU where there is one.")] = None,
     plot: Annotated[Path | None, typer.Option(help="With --dry-run --calibration: a PNG of what is predicted.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the result; default: as the source.")] = None,
