@@ -27,10 +27,10 @@ def attention_blocks(model: nn.Module, family: Family, layers: int) -> list[nn.M
     if not any(found.values()):
         held = ((attention_tensor(family, f"{name}.weight"), module) for name, module in named.items())
         found = {one.layer: module for one, module in held if one is not None and one.suffix == "weight"}
-    blocks = [block for _, block in sorted(found.items()) if hasattr(block, family.output)]
+    blocks = [block for _, block in sorted(found.items()) if block is not None and hasattr(block, family.output)]
     if not blocks:
         raise RequestError(f"distill.blocks: where the attention of {type(model).__name__} stands is not known")
-    return [block for block in blocks if block is not None]
+    return blocks
 
 
 class BlockTap:

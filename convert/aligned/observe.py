@@ -207,11 +207,11 @@ def observing(attention: nn.Module, observer: Observer, *, every: int = 1, known
 
     Raises RequestError where the class computes attention in a way that is not known here.
     """
-    observation = _Observation(observer, every, known)
+    observation = _Observation(observer, every, known, compared=known)
     asks = hasattr(sys.modules[type(attention).__module__], "ALL_ATTENTION_FUNCTIONS")
     with _answering(attention, observation) if asks else _Watch(attention, observation):
         yield
-    if not (known or observation.compared):
+    if not observation.compared:
         raise RequestError(f"{type(attention).__name__} does not say what it attends to, so it cannot be observed")
 
 
@@ -220,7 +220,7 @@ class _Observation:
     observer: Observer
     every: int
     known: bool
-    compared: bool = False
+    compared: bool
 
     @torch.no_grad()
     def see(
@@ -233,7 +233,7 @@ class _Observation:
     ) -> None:
         """Take in what attention was computed from, q, k, v [B, heads, T, d], and what the class made of it."""
         for seen in sequences(*qkv, mask, self.every, keywords):
-            if not (self.known or self.compared):
+            if not self.compared:
                 compare(module, seen, result_BThd)
                 self.compared = True
             self.observer.add(seen)

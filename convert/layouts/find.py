@@ -98,10 +98,7 @@ def _check_gains(tensors: Mapping[str, TensorRecord], layout: Layout, index: int
         if name not in tensors:
             raise RequestError(_missing(name, (whole // len(names),)))
         if math.prod(tensors[name].shape) * len(names) != whole:
-            raise RequestError(
-                f"weights and config contradict each other: tensor {name!r} is {list(tensors[name].shape)}, "
-                f"the config makes it [{whole // len(names)}]"
-            )
+            raise RequestError(_misfit(tensors[name], (whole // len(names),)))
 
 
 def _norms(family: Family) -> tuple[str, str]:
@@ -149,6 +146,11 @@ def _missing(name: str, shape: Sequence[int]) -> str:
     return f"weights and config contradict each other: tensor {name!r} is missing, the config makes it {list(shape)}"
 
 
+def _misfit(record: TensorRecord, shape: Sequence[int]) -> str:
+    found = f"tensor {record.name!r} is {list(record.shape)}"
+    return f"weights and config contradict each other: {found}, the config makes it {list(shape)}"
+
+
 def _check_shapes(tensors: Mapping[str, TensorRecord], layout: Layout, index: int, hidden: int) -> None:
     for part in PARTS:
         weight, bias = layout.names(index, part)
@@ -160,9 +162,6 @@ def _check_shapes(tensors: Mapping[str, TensorRecord], layout: Layout, index: in
         for name, expected in ((weight, shape), (bias, shape[:1])):
             record = tensors.get(name)
             if record is not None and record.shape != expected:
-                raise RequestError(
-                    f"weights and config contradict each other: tensor {name!r} is {list(record.shape)}, "
-                    f"the config makes it {list(expected)}"
-                )
+                raise RequestError(_misfit(record, expected))
             if record is not None and record.dtype not in FLOATS:
                 raise RequestError(f"tensor {name!r} is {record.dtype}: a quantized projection cannot be pooled")

@@ -22,9 +22,9 @@ def recipes(context: typer.Context, as_json: Json = False) -> None:
         return
     from headpool.recipe import shipped_recipes
 
-    shipped = {name: f"headpool run {name}" for name in shipped_recipes()}
-    listing = [{"name": name, "command": command} for name, command in shipped.items()]
-    show("\n".join(f"{name}    {command}" for name, command in shipped.items()), {"recipes": listing}, as_json)
+    commands = {name: f"headpool run {name}" for name in shipped_recipes()}
+    listing = [{"name": name, "command": command} for name, command in commands.items()]
+    show("\n".join(f"{name}    {command}" for name, command in commands.items()), {"recipes": listing}, as_json)
 
 
 @app.command()
