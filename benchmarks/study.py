@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from study_page import ALPHAS, PAPER, write
+from study_page import ALPHAS, GENTLE, PAPER, RATE, write
 
 from headpool.convert.aligned.options import Alignment
 from headpool.convert.run import convert_checkpoint
@@ -44,7 +44,7 @@ class Case:
     alpha: float = PAPER
     distill: bool = False
     seed: int = 0
-    rate: float = 1e-3
+    rate: float = RATE
 
     @property
     def start(self) -> str:
@@ -77,6 +77,7 @@ def cases() -> list[Case]:
     found += [Case(None, seed=seed) for seed in SEEDS] + [Case(4, seed=seed) for seed in SEEDS]
     found += [Case(g, distill=True, seed=seed) for seed in SEEDS for g in (4, 2, 1)]
     found += [Case(g, "aligned") for g in (2, 1, 4)]
+    found += [Case(g, "aligned", distill=True, rate=GENTLE) for g in (2, 1, 4)] + [Case(None, rate=GENTLE)]
     longest = ALPHAS[-1]
     found += [Case(g, alpha=longest, distill=distill) for g in (2, 1, 4) for distill in (False, True)]
     found += [Case(None, alpha=longest), *(Case(g, "aligned", longest, distill=True) for g in (2, 1, 4))]

@@ -15,6 +15,10 @@ ALPHAS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
 PAPER = 0.05
 """The share of pretraining that the paper settles on; three seeds there, one elsewhere."""
 
+RATE = 1e-3
+GENTLE = 3e-4
+"""Peak learning rates: the study's, and one for what starts so close to the original that RATE first moves it away."""
+
 Line = tuple[str, int | None, str, bool]
 """Label, K/V heads (None: the original), method, whether distilled."""
 
@@ -33,11 +37,11 @@ LINES: tuple[Line, ...] = (
 )
 
 
-def perplexities(results: Results, line: Line, alpha: float) -> list[float]:
+def perplexities(results: Results, line: Line, alpha: float, rate: float = RATE) -> list[float]:
     """Of all seeds, in their order. Without training there is nothing to distill."""
     _, kv_heads, method, distill = line
     wanted = {
-        "kv_heads": kv_heads, "method": method, "alpha": alpha, "distill": distill and alpha > 0, "rate": 1e-3,
+        "kv_heads": kv_heads, "method": method, "alpha": alpha, "distill": distill and alpha > 0, "rate": rate,
     }  # fmt: skip
     found = [one for one in results.values() if {**one["case"], **wanted} == one["case"]]
     return [one["perplexity"] for one in sorted(found, key=lambda one: int(one["case"]["seed"]))]
@@ -79,6 +83,14 @@ def tables(results: Results) -> Iterator[str]:
         for line in LINES
     ]
     yield table(["", *(f"alpha {alpha:g}" for alpha in ALPHAS), f"at {PAPER:g} / original's there"], rows)
+    yield f"## Learning rate, alpha {PAPER:g}"
+    trainings = ((0.0, RATE), (PAPER, RATE), (PAPER, GENTLE))
+    rows = [
+        [line[0], *(spread(perplexities(results, line, alpha, rate)) for alpha, rate in trainings)]
+        for line in LINES
+        if perplexities(results, line, PAPER, GENTLE)
+    ]
+    yield table(["", *(f"peak {rate:g}" if alpha else "not trained" for alpha, rate in trainings)], rows)
     yield f"## Stability: spread over seeds at alpha {PAPER:g}, mean"
     rows = []
     for g in (4, 2, 1):
