@@ -105,12 +105,16 @@ def write(results: Results, out: Path) -> None:
     """OUT/README.md and OUT/budgets.png."""
     (out / "README.md").write_text("\n\n".join(tables(results)) + "\n")
     curves = {}
-    for line in LINES:
-        if line[1:] == ("aligned", False):
-            continue
-        found = {alpha: values for alpha in ALPHAS if (values := perplexities(results, line, alpha))}
-        if len(found) > 1:
-            curves[line[0]] = {alpha: statistics.mean(values) for alpha, values in found.items()}
-    if curves:
-        original = perplexities(results, LINES[0], 0.0)
-        save_png(quality_against_budget(curves, original=original[0] if original else None), out / "budgets.png")
+    for g in (4, 2, 1):
+        lines = [line for line in LINES if line[1] in (g, None)]
+        found = {line[0].removeprefix(f"g = {g}, "): _curve(results, line) for line in lines}
+        curves[f"g = {g}"] = {label: curve for label, curve in found.items() if len(curve) > 2}
+    original = perplexities(results, LINES[0], 0.0)
+    if original and all(curves.values()):
+        save_png(quality_against_budget(curves, original=original[0]), out / "budgets.png")
+
+
+def _curve(results: Results, line: Line) -> dict[float, float]:
+    """Means over the seeds by alpha."""
+    found = {alpha: perplexities(results, line, alpha) for alpha in ALPHAS}
+    return {alpha: statistics.mean(values) for alpha, values in found.items() if values}

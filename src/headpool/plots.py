@@ -179,23 +179,27 @@ def learning_curve(metrics: Sequence[Row], *, original_perplexity: float | None 
 
 
 @styled
-def quality_against_budget(curves: Mapping[str, Mapping[float, float]], *, original: float | None = None) -> "Figure":
-    """Perplexity against the share of pretraining that was spent on uptraining.
+def quality_against_budget(
+    curves: Mapping[str, Mapping[str, Mapping[float, float]]], *, original: float, highest: float = 1.5
+) -> "Figure":
+    """Perplexity against the share of pretraining that was spent on uptraining, in panels of one scale.
 
-    curves: {label: {share: perplexity}}; the perplexity of the original as shipped is a line.
+    curves: {panel: {label: {share: perplexity}}}; a label looks the same in every panel. The perplexity of the original
+    as shipped is a line; what is more than `highest` times that lies above the panel.
     """
-    _require(curves, "curve")
-    figure, (panel,) = panels("Quality against uptraining", [2.0], legend=len(curves) + 1)
-    values = [*(value for curve in curves.values() for value in curve.values()), *([original] if original else [])]
-    for place, (label, curve) in enumerate(curves.items()):
-        panel.plot(list(curve), list(curve.values()), **look({"label": label}, place))
-    if original is not None:
-        panel.axhline(original, color=INK, linestyle="--", linewidth=1.2, label="the original as shipped")
-    value_axis(panel.yaxis, values)
-    value_axis(panel.xaxis, [0])
-    panel.set_ylabel("perplexity")
-    panel.set_xlabel("share of pretraining")
-    return with_legend(figure, [panel])
+    _require([curve for panel in curves.values() for curve in panel.values()], "curve")
+    labels = list(dict.fromkeys(label for panel in curves.values() for label in panel))
+    figure, axes = panels("Quality against uptraining", [0.9] * len(curves), legend=len(labels) + 1)
+    lowest = min(value for panel in curves.values() for curve in panel.values() for value in curve.values())
+    for axis, (name, panel) in zip(axes, curves.items(), strict=True):
+        for label, curve in panel.items():
+            axis.plot(list(curve), list(curve.values()), **look({"label": label}, labels.index(label)))
+        axis.axhline(original, color=INK, linestyle="--", linewidth=1.2, label="the original as shipped")
+        axis.set_ylim(0.98 * min(lowest, original), highest * original)
+        axis.set_ylabel(f"perplexity, {name}")
+    value_axis(axes[-1].xaxis, [0])
+    axes[-1].set_xlabel("share of pretraining")
+    return with_legend(figure, axes[:1])
 
 
 @styled
