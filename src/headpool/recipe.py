@@ -240,11 +240,11 @@ def _apply(values: dict[str, Any], override: str) -> str | None:
 
 
 def _explain(error: Any) -> str:
-    location = [str(part) for part in error["loc"]]
-    key = ".".join(location)
+    location = error["loc"]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
     if error["type"] == "extra_forbidden":
         known = _fields(location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1)
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
         return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
     if error["type"] == "missing":
         return f"missing key {key}"
@@ -253,9 +253,10 @@ def _explain(error: Any) -> str:
     return f"{key}: {error['msg'].lower()}, found {error['input']!r}"
 
 
-def _fields(sections: Sequence[str]) -> list[str]:
+def _fields(location: Sequence[str | int]) -> list[str]:
+    """The keys of a section, or of an entry of a list, by its number there."""
     model: type[BaseModel] = Recipe
-    for section in sections:
+    for section in (part for part in location if isinstance(part, str)):
         annotation = model.model_fields[section].annotation
         candidates = (annotation, *getattr(annotation, "__args__", ()))
         model = next(one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel))
