@@ -1,6 +1,5 @@
 """What a run reads, opened before any weight is: tokenizers, data, held-out text."""
 
-import glob
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from headpool.loading import load_tokenizer
 from headpool.portable import file_sha256
 from headpool.text import read_texts
 from headpool.uptrain.models import check_same_tokens
-from headpool.uptrain.plan import Plan
+from headpool.uptrain.plan import Plan, local_files
 from headpool.uptrain.stream import Stream
 from headpool.uptrain.validation import Validation
 
@@ -58,11 +57,6 @@ def describe_data(plan: Plan, stream: Stream) -> dict[str, Any]:
         if files := local_files(source.path):
             held[f"data[{number}]"] = {**held[f"data[{number}]"], "sha256": _sha256(files)}
     return held
-
-
-def local_files(pattern: str) -> list[Path]:
-    """The files that a path or a pattern names, none for a data set on the hub."""
-    return [one for name in sorted(glob.glob(pattern, recursive=True)) if (one := Path(name)).is_file()]  # noqa: PTH207
 
 
 def _sha256(files: Iterable[Path]) -> str:

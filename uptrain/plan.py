@@ -1,5 +1,6 @@
 """A training run, whole, before any weight is read: what starts it, what it computes, where it writes."""
 
+import glob
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,8 +93,8 @@ class Plan:
 
 
 def _named(text: Mapping[str, Any]) -> dict[str, Any]:
-    """A source of text by its file's name, wherever that lies."""
-    return {**text, "path": Path(text["path"]).name}
+    """A source of text by its files' name and contents, wherever they lie."""
+    return {**text, "path": Path(text["path"]).name, "files": text_fingerprint(text["path"])}
 
 
 def plan_uptraining(recipe: Recipe, *, world: int = 1, made: bool = True, start: Source | None = None) -> Plan:
@@ -194,6 +195,32 @@ def fingerprint(source: Source) -> str:
             file.seek(record.offset + record.nbytes // 2)
             digest.update(file.read(min(64, record.nbytes - record.nbytes // 2)))
     return digest.hexdigest()
+
+
+_BLOCK, _MOST_BLOCKS = 1 << 16, 256
+
+
+def text_fingerprint(pattern: str) -> str | None:
+    """Identifies the local files that a path or a pattern names, by sizes and contents, of large ones by blocks from
+    all over them. None for a data set on the hub, and where nothing is there.
+    """
+    files = local_files(pattern)
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "big"))
+        count = min(_MOST_BLOCKS, -(-size // _BLOCK))
+        with path.open("rb") as file:
+            for number in range(count):
+                file.seek(max(0, size - _BLOCK) * number // max(1, count - 1))
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest() if files else None
+
+
+def local_files(pattern: str) -> list[Path]:
+    """The files that a path or a pattern names, none for a data set on the hub."""
+    named = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+    return [one for name in named if (one := Path(name)).is_file()]
 
 
 def provenance(plan: Plan, details: Mapping[str, Any]) -> dict[str, Any]:

@@ -205,4 +205,4 @@ def _same(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     different = [key for key in {**then, **now} if then.get(key) != now.get(key)]
     if different:
         listed = "; ".join(f"{key} was {then.get(key)} and is {now.get(key)}" for key in different)
-        raise RequestError(f"the checkpoint cannot go on with other data or settings: {listed}")
+        raise RequestError(f"the checkpoint cannot go on with other data or settings (--fresh starts over): {listed}")

@@ -192,6 +192,26 @@ def test_other_settings_do_not_go_on_from_this_state(recipe: Path) -> None:
     assert uptrain(training.load(recipe, "uptrain.save_every=5", "uptrain.micro_batch=2")).resumed_from == 12
 
 
+def test_text_that_has_changed_is_not_gone_on_with(recipe: Path) -> None:
+    """Also where it has kept its size, and streams: nothing but its contents tells."""
+    folder = recipe.parent
+    for name in ("train", "valid"):
+        (folder / f"{name}-mine.txt").write_text((folder / f"{name}.txt").read_text())
+    given = elsewhere(
+        recipe, "changed", "uptrain.data={path: train-mine.txt, streaming: true}", "uptrain.validation=valid-mine.txt",
+        "uptrain.tokens=512",
+    )  # fmt: skip
+    first = uptrain(given)
+    for name in ("train", "valid"):
+        (folder / f"{name}-mine.txt").write_text((folder / f"{name}.txt").read_text().swapcase())
+    with pytest.raises(RequestError, match=r"another data, validation; .*--fresh"):
+        uptrain(given)
+    again = uptrain(given, replace=True)  # as `headpool run` does: what was finished is made anew
+    assert (first.steps, again.steps, again.resumed_from) == (2, 2, None)
+    assert again.loss != first.loss
+    assert again.original_perplexity != first.original_perplexity
+
+
 def test_time_between_checkpoints() -> None:
     interval = loop.Interval("0.01s")
     assert not interval.due(3)
