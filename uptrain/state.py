@@ -143,13 +143,15 @@ class Shelf:
 
     def clear(self, *, fresh: bool, finished: bool) -> None:
         """Drop what is there, if `fresh`; or if it is of a `finished` run with other settings."""
-        last = self.last()
-        outdated = finished and last and self._differing(last) and _is_finished(_read_facts(last))
-        if (fresh or outdated) and self._folder.is_dir():
+        if self._folder.is_dir() and (fresh or (finished and self._is_outdated())):
             dropped = self._folder.with_name(f".{self._folder.name}.old")
             shutil.rmtree(dropped, ignore_errors=True)
             self._folder.rename(dropped)  # at once: half a state must not be taken for one
             shutil.rmtree(dropped, ignore_errors=True)
+
+    def _is_outdated(self) -> bool:
+        last = self.last()
+        return last is not None and bool(self._differing(last)) and _is_finished(_read_facts(last))
 
     def _differing(self, checkpoint: Path) -> list[str]:
         held = _read_facts(checkpoint)["settings"]
@@ -166,15 +168,15 @@ class Shelf:
             )
 
     def restore(self, state: State) -> Path | None:
-        """Load the last checkpoint, if there is one."""
+        """Load the last checkpoint, if there is one. HeadpoolError where it is not as it was written."""
         if (last := self.last()) is None:
             return None
         facts = _read_facts(last)
         held = state.state_dict()["tensors"]
         alone = state.workers.world == 1
-        with _without_warnings():
+        with _damage_named(last), _without_warnings():
             load(held, storage_reader=FileSystemReader(last), no_dist=alone)
-        state.load_state_dict({"tensors": held, "facts": facts["state"]})
+            state.load_state_dict({"tensors": held, "facts": facts["state"]})
         return last
 
     def save(self, state: State) -> Path:
@@ -246,10 +248,26 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _damage_named(checkpoint: Path) -> Iterator[None]:
+    """What has become of a checkpoint's files since they were written shows in a dozen classes of exception."""
+    try:
+        yield
+    except HeadpoolError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise HeadpoolError(
+            f"{checkpoint} cannot be restored ({_reason(error)}); if it is damaged, remove it to go on from the one "
+            "before, or pass --fresh to start over"
+        ) from error
+
+
 def _reason(failure: BaseException) -> str:
+    if isinstance(failure, CheckpointException):
+        failure = next(iter(failure.failures.values()))[0]
     lines = [line.strip() for line in str(failure).splitlines()]
     telling = [line for line in lines if "Errno" in line or "Error:" in line or "No space" in line]
-    return telling[-1] if telling else first_line(failure)
+    return telling[-1] if telling else f"{type(failure).__name__}: {first_line(failure)}"
 
 
 def _step(checkpoint: Path) -> int:
@@ -263,7 +281,10 @@ def _is_finished(facts: Mapping[str, Any]) -> bool:
 
 
 def _read_facts(checkpoint: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))
+    with _damage_named(checkpoint):
+        facts: dict[str, Any] = json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))
+        if not isinstance(facts["settings"], dict) or facts["state"]["step"] != _step(checkpoint):
+            raise ValueError(f"{_FACTS} is that of another checkpoint")
     return facts
 
 

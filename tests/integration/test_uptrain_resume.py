@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import training
 from headpool.errors import HeadpoolError, Interrupted, RequestError
 from headpool.uptrain import loop
 from headpool.uptrain.run import uptrain
-from headpool.uptrain.state import seconds
+from headpool.uptrain.state import Shelf, seconds
 
 pytestmark = pytest.mark.usefixtures("quick_check")
 
@@ -182,6 +183,34 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so(recipe: Path) -> 
     assert not [path.name for path in state.iterdir() if path.name.startswith(".")]
     assert uptrain(full).resumed_from in (3, 4)
     check_as_if_never_interrupted(recipe, "full")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_good(recipe: Path) -> None:
+    damaged = elsewhere(recipe, "damaged")
+    work = recipe.parent / "damaged" / "work" / "uptrain"
+    shutil.copytree(recipe.parent / "out" / "work" / "uptrain", work)
+    last = work / "state" / f"step-{training.STEPS:08d}"
+    facts, tensors = last / "state.json", next(last.glob("*.distcp"))
+    whole = facts.read_text()
+    says = r"step-00000012 cannot be restored \({}.*\); .* remove it to go on from the one before, or pass --fresh"
+    for text, why in (
+        (whole[:50], "JSONDecodeError"),
+        ("{}", "KeyError: 'settings'"),
+        (whole.replace('"step": 12', '"step": 11'), "ValueError: state.json is that of another checkpoint"),
+    ):
+        facts.write_text(text)
+        with pytest.raises(HeadpoolError, match=says.format(why)):
+            uptrain(damaged)
+    facts.write_text(whole)
+    tensors.write_bytes(tensors.read_bytes()[:1000])
+    with pytest.raises(HeadpoolError, match=says.format("")):
+        uptrain(damaged)
+    shutil.rmtree(last)
+    assert uptrain(damaged).resumed_from == 9
+    check_as_if_never_interrupted(recipe, "damaged")
+    facts.write_text("")
+    Shelf(work / "state", keep=2, settings={}).clear(fresh=True, finished=True)
+    assert not (work / "state").exists()
 
 
 def test_other_settings_do_not_go_on_from_this_state(recipe: Path) -> None:
