@@ -64,7 +64,7 @@ def train(run: Run) -> None:
     state = run.state
     with StopRequest() as stop:
         if run.eval_every and state.step == 0:
-            run.report({"step": 0, "tokens": 0, "validation_perplexity": _validate(run)})
+            _report(run, {"step": 0, "tokens": 0, "validation_perplexity": _validate(run)})
         while state.step < run.steps:
             begin = time.perf_counter()
             batch = _next_batch(run)
@@ -81,7 +81,7 @@ def train(run: Run) -> None:
             figures = _figures(run, losses, norm, rate, time.perf_counter() - begin)
             if run.eval_every and (state.step % run.eval_every == 0 or state.step == run.steps):
                 figures["validation_perplexity"] = _validate(run)
-            run.report(figures)
+            _report(run, figures)
             if due or stopped or state.step == run.steps or (state.best and state.best[1] == state.step):
                 saved = run.shelf.save(state)
                 run.save_every.restart()
@@ -151,11 +151,9 @@ def _refuse_non_finite(run: Run, losses: Losses, norm: float) -> None:
     what = "loss" if not math.isfinite(losses.total) else "gradient norm"
     if math.isfinite(losses.total) and (overflow or math.isfinite(norm)):
         return
-    last = run.shelf.last()
-    good = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
     raise HeadpoolError(
         f"step {run.state.step + 1}: the {what} is not finite ({losses.total if what == 'loss' else norm}); "
-        f"nothing was updated, {good}. Try a lower learning_rate, or precision bf16 or fp32"
+        f"nothing was updated, {run.shelf.last_good()}. Try a lower learning_rate, or precision bf16 or fp32"
     )
 
 
@@ -174,6 +172,16 @@ def _validate(run: Run) -> float | None:
     if run.state.best is None or perplexity < run.state.best[0]:
         run.state.best = (perplexity, run.state.step)
     return perplexity
+
+
+def _report(run: Run, figures: Mapping[str, Any]) -> None:
+    try:
+        run.report(figures)
+    except OSError as error:
+        raise HeadpoolError(
+            f"the figures of step {run.state.step} could not be written ({error.strerror or error}); "
+            f"{run.shelf.last_good()}, and the same command goes on from there"
+        ) from error
 
 
 def _figures(run: Run, losses: Losses, norm: float, rate: float, elapsed: float) -> dict[str, Any]:

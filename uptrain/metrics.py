@@ -1,9 +1,12 @@
 """What a run reports of itself: a line of JSON for each step, and a figure of speed."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from headpool.destination import reporting_os_errors
 
 METRICS = "metrics.jsonl"
 """The name of their file."""
@@ -28,26 +31,18 @@ class Metrics:
     def resume(self, step: int) -> None:
         """Keep what was written up to a step; later steps are going to be made again."""
         kept = [line for line in self.read() if line["step"] <= step]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f".{self.path.name}.partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        partial.replace(self.path)
+        _replace(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def append(self, values: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values, allow_nan=False) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Every line that is whole."""
+        """Every line up to the first that is not whole: a killed process's last."""
         if not self.path.is_file():
             return []
-        found = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:  # a killed process's last line
-                break
-        return found
+        lines = map(_object, self.path.read_text(encoding="utf-8").splitlines())
+        return list(itertools.takewhile(lambda line: "step" in line, lines))
 
 
 def read_record(work: Path) -> dict[str, Any] | None:
@@ -69,8 +64,29 @@ def read_record(work: Path) -> dict[str, Any] | None:
 def read_original(work: Path) -> dict[str, Any]:
     """{perplexity, of: what it was measured with}, or nothing where it was not measured."""
     note = work / ORIGINAL
-    held: dict[str, Any] = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
-    return held
+    return _object(note.read_text(encoding="utf-8")) if note.is_file() else {}
+
+
+def write_original(work: Path, perplexity: float, of: Any) -> None:
+    """What `read_original` finds. Raises HeadpoolError where the disk is full."""
+    _replace(work / ORIGINAL, json.dumps({"perplexity": perplexity, "of": of}) + "\n")
+
+
+def _object(text: str) -> dict[str, Any]:
+    """A JSON object, empty where the text is none."""
+    try:
+        held = json.loads(text)
+    except ValueError:
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with reporting_os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
 
 
 def peak_flops(device_name: str) -> float | None:

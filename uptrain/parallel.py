@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from headpool.destination import reporting_os_errors
 from headpool.errors import HeadpoolError, RequestError
 from headpool.sections import UptrainSection
 from headpool.uptrain.objective import Objective
@@ -139,7 +140,8 @@ def check_shared(folder: Path, accelerator: Accelerator) -> None:
     probe = folder / "attempt"
     token = [uuid.uuid4().hex]
     if accelerator.is_main_process:
-        probe.write_text(token[0], encoding="utf-8")
+        with reporting_os_errors(probe):
+            probe.write_text(token[0], encoding="utf-8")
     broadcast_object_list(token)
     seen = gather_object([probe.is_file() and probe.read_text(encoding="utf-8") == token[0]])
     if not all(seen):

@@ -1,6 +1,5 @@
 """`headpool uptrain`: from a recipe to a trained checkpoint."""
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -14,14 +13,14 @@ import torch
 from accelerate import Accelerator
 
 from headpool import __version__
-from headpool.checkpoint import PROVENANCE, open_source
+from headpool.checkpoint import open_source, read_provenance
 from headpool.destination import locked
 from headpool.errors import HeadpoolError, RequestError
 from headpool.recipe import Recipe
 from headpool.uptrain import models
 from headpool.uptrain.inputs import describe_data, open_inputs
 from headpool.uptrain.loop import Run, train
-from headpool.uptrain.metrics import METRICS, ORIGINAL, Metrics, read_original
+from headpool.uptrain.metrics import METRICS, Metrics, read_original, write_original
 from headpool.uptrain.objective import Objective, model_inputs, squared_norms
 from headpool.uptrain.output import write_checkpoint
 from headpool.uptrain.parallel import Workers, check_shared, prepare, start_accelerator, wants_sharding
@@ -58,7 +57,9 @@ class Uptraining:
 
     def describe(self) -> str:
         """In words, for a person."""
-        lines = [f"wrote {self.output}: {self.steps} steps, {self.tokens:,} tokens, loss {self.loss or 0:.4f}"]
+        lines = [f"wrote {self.output}: {self.steps} steps, {self.tokens:,} tokens"]
+        if self.loss is not None:
+            lines[0] += f", loss {self.loss:.4f}"
         if self.resumed_from is not None:
             lines[0] += f", resumed from step {self.resumed_from}"
         if self.tokens_per_second:
@@ -219,8 +220,7 @@ def _original_perplexity(plan: Plan, validation: Validation | None, workers: Wor
     )
     model.eval()
     if workers.accelerator.is_main_process:
-        held = {"perplexity": perplexity, "of": measured_with}
-        (plan.work / ORIGINAL).write_text(json.dumps(held) + "\n", encoding="utf-8")
+        write_original(plan.work, perplexity, measured_with)
     return perplexity
 
 
@@ -230,5 +230,4 @@ def _versions() -> dict[str, str]:
 
 
 def _made_by_training(out: Path) -> bool:
-    note = out / PROVENANCE
-    return note.is_file() and "uptrain" in json.loads(note.read_text(encoding="utf-8"))
+    return "uptrain" in (read_provenance(out) or {})

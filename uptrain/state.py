@@ -136,6 +136,11 @@ class Shelf:
         """The last checkpoint that is whole: what was being written when its process died has another name."""
         return max(self._whole(), key=_step, default=None)
 
+    def last_good(self) -> str:
+        """In words, for messages."""
+        last = self.last()
+        return f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+
     def _whole(self) -> list[Path]:
         if not self._folder.is_dir():
             return []
@@ -220,13 +225,11 @@ class Shelf:
     def _give_up(self, partial: Path, target: Path, failure: BaseException | None, *, main: bool) -> None:
         if main:
             shutil.rmtree(partial, ignore_errors=True)
-        last = self.last()
-        good = f"the last good checkpoint is {last}" if last else "there is no earlier checkpoint"
         reason = _reason(failure) if failure else "another process failed"
         free = shutil.disk_usage(next(one for one in self._folder.parents if one.exists())).free / 2**30
         raise HeadpoolError(
-            f"{target} could not be written ({reason}; the disk has {free:.2f} GiB free); {good}, and the same command "
-            "goes on from there"
+            f"{target} could not be written ({reason}; the disk has {free:.2f} GiB free); {self.last_good()}, and the "
+            "same command goes on from there"
         ) from failure
 
     def _prune(self, state: State) -> None:

@@ -83,6 +83,9 @@ def test_what_training_did_not_make_is_not_replaced(recipe: Path, tmp_path: Path
     with pytest.raises(RequestError, match="was not made by uptraining"):
         uptrain(load_recipe(str(recipe), [f"output={tmp_path}"]))
     assert (tmp_path / "uptrained" / "precious").exists()
+    (tmp_path / "uptrained" / "headpool.json").write_text("{")
+    with pytest.raises(RequestError, match=r"headpool\.json: not valid JSON"):
+        uptrain(load_recipe(str(recipe), [f"output={tmp_path}"]))
 
 
 @pytest.mark.parametrize(

@@ -170,15 +170,24 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so(recipe: Path) -> 
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
         return save(shelf, state)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop.Shelf, "save", save_on_a_full_disk)
-        try:
-            with pytest.raises(
-                HeadpoolError, match=r"step-00000006 could not be written .*last good checkpoint is .*step-0000000[34]"
-            ):
-                uptrain(full)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    update = loop._update
+
+    def update_and_fill_the_disk(run: loop.Run, norm: float) -> None:
+        update(run, norm)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+
+    for name, replaced, what in (
+        ("Shelf.save", save_on_a_full_disk, "step-00000006"),
+        ("_update", update_and_fill_the_disk, "figures of step [45]"),
+    ):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(f"headpool.uptrain.loop.{name}", replaced)
+            says = rf"{what} could not be written .*last good checkpoint is .*step-0000000[34].* goes on from there"
+            try:
+                with pytest.raises(HeadpoolError, match=says):
+                    uptrain(full)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     state = recipe.parent / "full" / "work" / "uptrain" / "state"
     assert not [path.name for path in state.iterdir() if path.name.startswith(".")]
     assert uptrain(full).resumed_from in (3, 4)
@@ -206,7 +215,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_good(recipe: Pat
     with pytest.raises(HeadpoolError, match=says.format("")):
         uptrain(damaged)
     shutil.rmtree(last)
-    assert uptrain(damaged).resumed_from == 9
+    (work / "original.json").write_text("")  # a disk that was full
+    resumed = uptrain(damaged)
+    assert resumed.resumed_from == 9
+    assert resumed.original_perplexity == json.loads((work / "original.json").read_text())["perplexity"]
     check_as_if_never_interrupted(recipe, "damaged")
     facts.write_text("")
     Shelf(work / "state", keep=2, settings={}).clear(fresh=True, finished=True)
