@@ -85,7 +85,7 @@ def estimate(recipe: Recipe) -> Estimate:
 
     Raises RequestError for all that training would refuse before it starts.
     """
-    processes = int(((recipe.uptrain and recipe.uptrain.launch) or {}).get("num_processes", 1))
+    processes = recipe.uptrain.processes if recipe.uptrain else 1
     plan = plan_uptraining(recipe, world=processes, made=False)
     open_inputs(plan)
     with tempfile.TemporaryDirectory() as folder:

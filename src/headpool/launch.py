@@ -1,12 +1,13 @@
 """Start the uptrain stage in processes of its own, with a recipe's `launch` settings."""
 
+import difflib
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from headpool.errors import HeadpoolError, Interrupted
+from headpool.errors import HeadpoolError, Interrupted, RequestError
 from headpool.recipe import Recipe
 from headpool.uptrain.signals import PROCESSES, StopRequest
 
@@ -39,6 +40,18 @@ def launch_uptraining(recipe: Recipe, launch: Mapping[str, str | int | float | b
         raise Interrupted(stop.number, "stopped while uptraining; the same command goes on from what was saved")
     if code != 0:
         raise HeadpoolError(f"uptraining in launched processes failed (exit code {code}); what they said stands above")
+
+
+def check_options(launch: Mapping[str, object]) -> None:
+    """RequestError for an option that `accelerate launch` does not have, with the near one."""
+    from accelerate.commands.launch import launch_command_parser
+
+    known = [action.dest for action in launch_command_parser()._actions]
+    for name in launch:
+        if name.replace("-", "_") not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise RequestError(f"launch.{name}: accelerate launch has no such option{hint}")
 
 
 def command(launch: Mapping[str, str | int | float | bool], *, has_gpu: bool) -> list[str]:

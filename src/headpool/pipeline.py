@@ -122,10 +122,12 @@ def _check(recipe: Recipe) -> None:
         if section.calibration is not None:
             read_documents(section.calibration, section.text_column)
     if recipe.uptrain is not None:
+        from headpool.launch import check_options
         from headpool.uptrain.inputs import open_inputs
         from headpool.uptrain.plan import plan_uptraining
 
-        open_inputs(plan_uptraining(recipe, made=False, start=start))
+        check_options(recipe.uptrain.launch or {})
+        open_inputs(plan_uptraining(recipe, world=recipe.uptrain.processes, made=False, start=start))
     if recipe.eval is not None:
         _check_eval(recipe, recipe.eval, source)
 

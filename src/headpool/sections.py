@@ -172,7 +172,14 @@ class UptrainSection(Section):
             raise ValueError("PyTorch's Adafactor does not work on sharded weights; choose optimizer: adamw")
         if self.eval_every is not None and self.validation is None:
             raise ValueError("eval_every needs text to validate on: validation")
+        if not isinstance(self.processes, int) or self.processes < 1:
+            raise ValueError(f"launch.num_processes: a number of processes was expected, found {self.processes!r}")
         return self
+
+    @property
+    def processes(self) -> int:
+        """How many `launch` asks for, as far as it says so itself."""
+        return (self.launch or {}).get("num_processes", 1)  # type: ignore[return-value] - checked above
 
     @property
     def budget(self) -> int:

@@ -101,7 +101,13 @@ def test_without_a_convert_section_the_model_itself_is_trained(recipe: Path) -> 
     assert held["uptrain"]["steps"] == 4
 
 
-def test_data_that_training_could_not_use_is_refused_before_the_conversion(recipe: Path) -> None:
-    with pytest.raises(RequestError, match="no such file"):
-        run_recipe(load(recipe, "uptrain.data=nowhere.txt"))
+def test_what_training_would_refuse_is_refused_before_the_conversion(recipe: Path) -> None:
+    for override, says in (
+        ("uptrain.data=nowhere.txt", "no such file"),
+        ("uptrain.launch={num_processes: 3}", "no multiple of sequence_length 32 x 3 processes"),
+        ("uptrain.launch={num_proceses: 2}", "launch.num_proceses: .*; did you mean num_processes?"),
+        ("uptrain.launch={num_processes: two}", "launch.num_processes: a number of processes .* found 'two'"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            run_recipe(load(recipe, override))
     assert not (recipe.parent / "run").exists()
