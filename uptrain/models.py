@@ -53,10 +53,8 @@ def load_teacher(source: Source, section: UptrainSection, device: torch.device |
 
 def apply_liger(model: Any) -> None:
     """Replace norms, rotary embeddings and MLPs by liger-kernel's fused ones; the loss is ours."""
-    try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    except ImportError as error:
-        raise RequestError("liger: true needs liger-kernel: pip install 'headpool[gpu]'") from error
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 

@@ -4,6 +4,7 @@ accelerate 1.15 ignores an FSDP plugin on CPUs without a word, so there torch's 
 way what was asked for is checked against what came out.
 """
 
+import importlib.util
 import os
 import uuid
 from collections.abc import Iterator
@@ -33,7 +34,6 @@ MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 def start_accelerator(section: UptrainSection, project: str) -> Accelerator:
     """accelerate as it was launched, in the recipe's precision."""
-    _check_trackers(section)
     launched_sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     plugin = None
     if section.sharding == "full" and not launched_sharded and torch.cuda.is_available():
@@ -55,8 +55,24 @@ def start_accelerator(section: UptrainSection, project: str) -> Accelerator:
     return accelerator
 
 
-def _check_trackers(section: UptrainSection) -> None:
-    """accelerate leaves out a tracker that is not installed without a word."""
+NEEDED = {"flash_attention_2": ("flash_attn", "kernels"), "flash_attention_3": ("flash_attn_interface", "kernels")}
+"""Packages, by what needs one of them."""
+
+
+def check_machine(section: UptrainSection) -> None:
+    """Raise RequestError for what a recipe asks for and this machine has not: accelerate computes in float32 instead of
+    fp16 on CPUs, and leaves out a tracker that is not installed, without a word.
+    """
+    if not torch.accelerator.is_available():
+        if section.precision == "fp16":
+            raise RequestError("precision fp16 needs a GPU; on a CPU choose fp32 or bf16")
+        if section.attention == "flex_attention":
+            raise RequestError("attention flex_attention has gradients on GPUs only; choose sdpa")
+    needed = NEEDED.get(section.attention, ())
+    if needed and not any(importlib.util.find_spec(name) for name in needed):
+        raise RequestError(f"attention {section.attention} needs {needed[0]}: pip install 'headpool[gpu]'")
+    if section.liger and not importlib.util.find_spec("liger_kernel"):
+        raise RequestError("liger: true needs liger-kernel: pip install 'headpool[gpu]'")
     known = [one.value for one in get_available_trackers()]
     missing = [one for one in section.trackers if one not in known]
     if missing:

@@ -20,7 +20,7 @@ from headpool.portable import portable
 from headpool.recipe import Recipe
 from headpool.sections import FREE, DistillSection, UptrainSection
 from headpool.uptrain.loss import Distillation
-from headpool.uptrain.parallel import default_precision
+from headpool.uptrain.parallel import check_machine, default_precision
 
 DEFAULT_SEQUENCE, DEFAULT_BLOCKS = 2048, 64
 
@@ -104,11 +104,13 @@ def plan_uptraining(recipe: Recipe, *, world: int = 1, made: bool = True, start:
     `start` is what will be converted where that is not the recipe's model as it is, but transcoded.
 
     Raises RequestError for what is impossible: no section, no converted checkpoint, sequences longer than the model's
-    positions, a batch that cannot be divided, a teacher with another vocabulary or of another shape.
+    positions, a batch that cannot be divided, a teacher with another vocabulary or of another shape, what is not
+    installed.
     """
     section = recipe.uptrain
     if section is None:
         raise RequestError("the recipe has no uptrain section")
+    check_machine(section)
     root = Path(recipe.output)
     source, config_text = _start(recipe, root, made=made, start=start)
     config = read_json_object(config_text.encode(), "config.json")

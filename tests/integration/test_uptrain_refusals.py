@@ -1,5 +1,6 @@
 """What uptraining refuses before it starts, and the dry run that refuses the same."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import here
 import pytest
 import tiny
+import torch
 import training
 from typer.testing import CliRunner
 
@@ -14,6 +16,7 @@ from headpool import cli
 from headpool.errors import RequestError
 from headpool.recipe import load_recipe
 from headpool.uptrain.estimate import estimate
+from headpool.uptrain.plan import plan_uptraining
 from headpool.uptrain.run import uptrain
 
 
@@ -66,9 +69,24 @@ def test_what_is_impossible_is_refused_before_training(
     assert not (folder / "out" / "work" / "uptrain" / "metrics.jsonl").exists()
 
 
-def test_a_tracker_that_is_not_there_is_refused(recipe: Path) -> None:
-    with pytest.raises(RequestError, match="trackers: paper: not installed"):
-        uptrain(training.load(recipe, "uptrain.trackers=[paper]"))
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trackers=[paper]", "trackers: paper: not installed"),
+        ("precision=fp16", "precision fp16 needs a GPU"),
+        ("attention=flex_attention", "has gradients on GPUs only"),
+        ("attention=flash_attention_2", r"attention flash_attention_2 needs flash_attn: pip install 'headpool\[gpu\]'"),
+        ("liger=true", "liger: true needs liger-kernel"),
+    ],
+)
+def test_what_this_machine_has_not_is_refused(
+    recipe: Path, override: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU with none of the kernels, wherever this runs."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=says):
+        plan_uptraining(training.load(recipe, f"uptrain.{override}"))
 
 
 def test_without_a_converted_checkpoint_it_says_what_to_do(recipe: Path, tmp_path: Path) -> None:
