@@ -94,7 +94,8 @@ def _schedule(value: Any) -> Any:
 
 
 def _interval(value: Any) -> Any:
-    if isinstance(value, str) and not re.fullmatch(r"\d+(\.\d+)?(s|min|h)", value):
+    good = re.fullmatch(r"\d+(\.\d+)?(s|min|h)", value) if isinstance(value, str) else type(value) is int and value > 0
+    if not good:
         raise ValueError(f"{value!r} is neither a number of steps nor a time such as 90s, 10min or 2h")
     return value
 
@@ -103,6 +104,9 @@ _Time = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(s|min|h)$")]
 
 Interval = Annotated[Positive | str, BeforeValidator(_interval, json_schema_input_type=Positive | _Time)]
 """A number of steps, or a time: 90s, 10min, 2h."""
+
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class UptrainSection(Section):
@@ -126,9 +130,13 @@ class UptrainSection(Section):
         ScheduleSection.model_validate({}), description="of the learning rate: a shape, or a mapping"
     )
     optimizer: Literal["adamw", "adafactor"] = Field("adamw", description="adafactor: less memory")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="of adamw")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of matrices; vectors have none")
-    clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="largest norm of the gradient; null: any")
+    betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), description="of adamw")
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.0, description="of matrices; vectors have none"
+    )
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        1.0, description="largest norm of the gradient; null: any"
+    )
     train: Literal["all", "attention", "kv"] = Field("all", description="which weights")
     teacher: str | None = Field(
         None, description="checkpoint to distill from; default with distill: the recipe's model"
