@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import tiny
 import torch
 import training
 
-from headpool.errors import HeadpoolError
+from headpool.errors import HeadpoolError, Interrupted
 from headpool.launch import command, launch_uptraining
 from headpool.uptrain import loop
 from headpool.uptrain.run import uptrain
@@ -119,6 +120,50 @@ def test_a_signal_reaches_launched_processes_which_save(recipe: Path) -> None:
     assert "the same command goes on from what was saved" in said
     [saved] = (work / "state").iterdir()
     assert saved.name == f"step-{training.metrics(recipe, 'stopped')[-1]['step']:08d}"
+
+
+LAUNCHER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]]).wait()
+"""
+
+CHILD = """
+import signal, sys, time
+from pathlib import Path
+from headpool.destination import locked
+work = Path(sys.argv[1])
+def save(*_):
+    time.sleep(0.5)
+    (work / "saved").touch()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, save)
+with locked(work, ""):
+    print("said by a child", flush=True)
+    (work / "begun").touch()
+    time.sleep(60)
+"""
+
+
+def test_a_child_whose_launcher_dies_of_a_signal_is_told_and_waited_for(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As accelerate's does, where it launches one process."""
+    work = recipe.parent / "left" / "work" / "uptrain"
+    program = [sys.executable, "-c", LAUNCHER, CHILD, str(work)]
+    monkeypatch.setattr("headpool.launch.command", lambda *_, **__: program)
+
+    def stop() -> None:
+        while not (work / "begun").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(Interrupted):
+        launch_uptraining(training.load(recipe, f"output={recipe.parent / 'left'}"), {})
+    thread.join()
+    assert (work / "saved").exists()
+    assert capfd.readouterr().out == "", "standard output is for the run's own result"
 
 
 APART = """
