@@ -15,11 +15,12 @@ ORIGINAL = "original.json"
 """Beside it, the original's perplexity on the validation text."""
 
 PEAK_FLOPS: Mapping[str, float] = {
+    "H100 PCIe": 756e12, "H100 NVL": 835e12,
     "H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12,
     "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
 }  # fmt: skip
-"""Dense bf16 (fp16 where there is none) operations per second with float32 sums, by a word of the device's name; from
-the makers' data sheets."""
+"""Dense bf16 (fp16 where there is none) operations per second with float32 sums, by words of the device's name, the
+more telling ones first; from the makers' data sheets."""
 
 
 class Metrics:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import here
@@ -18,7 +19,7 @@ import training
 
 from headpool.errors import HeadpoolError, Interrupted
 from headpool.launch import command, launch_uptraining
-from headpool.uptrain import loop
+from headpool.uptrain import loop, parallel
 from headpool.uptrain.run import uptrain
 
 STEPS = 20
@@ -207,6 +208,13 @@ def test_sharded_training_resumes_in_one_process_and_writes_whole_checkpoints(re
     resumed = uptrain(training.load(recipe, *given, "uptrain.sharding=none"))
     assert (resumed.processes, resumed.resumed_from) == (1, 18)
     check_same_course(recipe, "sharded")
+
+
+def test_sharding_that_did_not_come_about_is_refused() -> None:
+    workers: Any = SimpleNamespace(objective=torch.nn.Linear(2, 2))
+    parallel._check_sharding(workers, wanted=False)
+    with pytest.raises(HeadpoolError, match="sharding was asked for, and no weights are sharded"):
+        parallel._check_sharding(workers, wanted=True)
 
 
 def test_fewer_processes_than_were_asked_for_are_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
