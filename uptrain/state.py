@@ -147,12 +147,15 @@ class Shelf:
         return [one for one in self._folder.iterdir() if _NAME.fullmatch(one.name) and (one / _FACTS).is_file()]
 
     def clear(self, *, fresh: bool, finished: bool) -> None:
-        """Drop what is there, if `fresh`; or if it is of a `finished` run with other settings."""
+        """Drop what is there, if `fresh`; or if it is of a `finished` run with other settings. And, always, what killed
+        processes left half-done, which takes the room of what is to come.
+        """
+        dropped = self._folder.with_name(f".{self._folder.name}.old")
+        shutil.rmtree(dropped, ignore_errors=True)
         if self._folder.is_dir() and (fresh or (finished and self._is_outdated())):
-            dropped = self._folder.with_name(f".{self._folder.name}.old")
-            shutil.rmtree(dropped, ignore_errors=True)
             self._folder.rename(dropped)  # at once: half a state must not be taken for one
             shutil.rmtree(dropped, ignore_errors=True)
+        self._sweep()
 
     def _is_outdated(self) -> bool:
         last = self.last()
@@ -239,7 +242,10 @@ class Shelf:
             if one not in kept and _step(one) != best:
                 with contextlib.suppress(OSError):
                     one.rename(one.with_name(f".{one.name}.old"))
-        for dropped in self._folder.glob(".step-*"):  # also what killed processes left
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for dropped in self._folder.glob(".step-*"):
             shutil.rmtree(dropped, ignore_errors=True)
 
 

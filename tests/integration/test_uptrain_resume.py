@@ -227,8 +227,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_good(recipe: Pat
 
 def test_other_settings_do_not_go_on_from_this_state(recipe: Path) -> None:
     changed = "uptrain.learning_rate=0.5"
+    half = recipe.parent / "out" / "work" / "uptrain" / "state" / ".step-00000005.partial"
+    half.mkdir()
     with pytest.raises(RequestError, match=r"another learning_rate; .*--fresh"):
         uptrain(training.load(recipe, changed))
+    assert not half.exists(), "what a killed process has left takes room"
     check_as_if_never_interrupted(recipe, "out")
     assert uptrain(training.load(recipe, "uptrain.save_every=5", "uptrain.micro_batch=2")).resumed_from == 12
 
