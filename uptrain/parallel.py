@@ -17,12 +17,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, gather_object
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    broadcast_object_list,
+    gather_object,
+)
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from headpool.composite import composites
 from headpool.destination import reporting_os_errors
 from headpool.errors import HeadpoolError, RequestError
 from headpool.sections import UptrainSection
@@ -180,6 +187,8 @@ def prepare(objective: Objective, section: UptrainSection, accelerator: Accelera
         wrapped: Any = _shard(objective, accelerator)
         optimizer: Any = build_optimizer(objective, section)
     else:
+        if objective.student.config.model_type in composites():  # text leaves the other parts without a gradient
+            accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
         objective.to("cpu" if accelerator.distributed_type == DistributedType.FSDP else accelerator.device)
         wrapped, optimizer = accelerator.prepare(objective, build_optimizer(objective, section))
     workers = Workers(accelerator, objective, wrapped, optimizer)

@@ -199,7 +199,7 @@ def fingerprint(source: Source) -> str:
     return digest.hexdigest()
 
 
-_BLOCK, _MOST_BLOCKS = 1 << 16, 256
+_BLOCK, _MOST_BLOCKS = 1 << 16, 4096
 
 
 def text_fingerprint(pattern: str) -> str | None:
@@ -211,7 +211,7 @@ def text_fingerprint(pattern: str) -> str | None:
     for path in files:
         size = path.stat().st_size
         digest.update(size.to_bytes(8, "big"))
-        count = min(_MOST_BLOCKS, -(-size // _BLOCK))
+        count = min(max(1, _MOST_BLOCKS // len(files)), -(-size // _BLOCK))
         with path.open("rb") as file:
             for number in range(count):
                 file.seek(max(0, size - _BLOCK) * number // max(1, count - 1))

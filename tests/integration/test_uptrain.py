@@ -3,13 +3,15 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import here
 import pytest
 import tiny
 import torch
 import training
+from accelerate import tracking
+from accelerate.utils import LoggerType
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,11 +28,35 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return training.recipe_file(tmp_path_factory.mktemp("uptrain"))
 
 
+class Noted(tracking.GeneralTracker):
+    """A tracker in the place of TensorBoard's."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    tracker = None
+    held: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, run: str, folder: str) -> None:
+        super().__init__()
+        self.held.update(folder=folder, lines=[])
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.held["config"] = values
+
+    def log(self, values: dict[str, Any], step: int, **_: Any) -> None:
+        self.held["lines"].append({"step": step, **values})
+
+    def finish(self) -> None:
+        self.held["finished"] = True
+
+
 @pytest.fixture(scope="module")
 def result(recipe: Path) -> Uptraining:
     with pytest.MonkeyPatch.context() as patched:
         here.check_here(patched)
-        return uptrain(training.load(recipe))
+        patched.setattr(tracking, "_available_trackers", [LoggerType.TENSORBOARD])
+        patched.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Noted)
+        return uptrain(training.load(recipe, "uptrain.trackers=[tensorboard]"))
 
 
 def batches(recipe: Path, start: Path, steps: int) -> list[Batch]:
@@ -97,6 +123,13 @@ def test_the_result_says_what_was_done(recipe: Path, result: Uptraining) -> None
     assert [line["step"] for line in lines if "validation_perplexity" in line] == [0, 4, 8, 12]
     assert [line["tokens"] for line in lines] == [256 * step for step in range(13)]
     assert (recipe.parent / "out" / "work" / "uptrain" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_tracker_gets_what_the_metrics_file_gets(recipe: Path, result: Uptraining) -> None:
+    lines = [{key: value for key, value in line.items() if value is not None} for line in training.metrics(recipe)]
+    assert Noted.held["lines"] == lines
+    assert Noted.held["config"]["learning_rate"] == "0.001"
+    assert (Noted.held["folder"], Noted.held["finished"]) == (str(recipe.parent / "out" / "work" / "uptrain"), True)
 
 
 def test_validation_is_perplexity_over_all_tokens(recipe: Path, result: Uptraining) -> None:

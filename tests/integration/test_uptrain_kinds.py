@@ -12,11 +12,15 @@ import torch
 import training
 import transcoded
 import yaml
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from headpool import families, geometry
 from headpool.convert.run import convert_checkpoint
 from headpool.errors import RequestError
-from headpool.uptrain.objective import attention_blocks
+from headpool.sections import UptrainSection
+from headpool.uptrain import parallel
+from headpool.uptrain.objective import Objective, attention_blocks
 from headpool.uptrain.run import uptrain
 
 pytestmark = pytest.mark.usefixtures("quick_check")
@@ -66,6 +70,27 @@ def test_every_block_of_attention_is_heard_and_no_other(model_type: str) -> None
     heard = attention_blocks(model, families.find_family(config), len(geometry.layers(config)))
     named = [module for name, module in model.named_modules() if "vision" not in name]
     assert heard == [module for module in named if re.search("Attention$", type(module).__name__)]
+
+
+def test_several_processes_do_without_the_gradients_of_parts_that_text_does_not_reach(tmp_path: Path) -> None:
+    """Otherwise DistributedDataParallel waits for them, and refuses the second step."""
+    model = registry.built("llava")
+    config = model.config.to_dict()
+    objective = Objective(model, families.find_family(config), len(geometry.layers(config))).train()
+    section = UptrainSection.model_validate({"data": "train.txt", "tokens": 1})
+    accelerator = parallel.start_accelerator(section, str(tmp_path))
+    parallel.prepare(objective, section, accelerator)
+    tokens = torch.arange(16).reshape(2, 8)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(objective, **accelerator.ddp_handler.to_kwargs())
+        for _ in range(2):
+            wrapped(tokens, tokens)["loss"].backward()
+    finally:
+        distributed.destroy_process_group()
+    reached = {name for name, one in model.named_parameters() if one.grad is not None}
+    assert {name for name, _ in model.named_parameters() if "language_model" in name} <= reached
+    assert not any("vision" in name for name in reached)
 
 
 @pytest.mark.parametrize("kind", ["pythia", "gptj", "codegen", "gpt2", "gpt-sw3", "opt"])
