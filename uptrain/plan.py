@@ -24,6 +24,9 @@ from headpool.uptrain.parallel import check_machine, default_precision
 
 DEFAULT_SEQUENCE, DEFAULT_BLOCKS = 2048, 64
 
+_BLOCK, _MOST_BLOCKS = 1 << 16, 4096
+"""Bytes that are read of text at once, and how often at most, to identify it."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -197,9 +200,6 @@ def fingerprint(source: Source) -> str:
             file.seek(record.offset + record.nbytes // 2)
             digest.update(file.read(min(64, record.nbytes - record.nbytes // 2)))
     return digest.hexdigest()
-
-
-_BLOCK, _MOST_BLOCKS = 1 << 16, 4096
 
 
 def text_fingerprint(pattern: str) -> str | None:
