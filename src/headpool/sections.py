@@ -187,7 +187,7 @@ class UptrainSection(Section):
     @property
     def processes(self) -> int:
         """How many `launch` asks for, as far as it says so itself."""
-        return (self.launch or {}).get("num_processes", 1)  # type: ignore[return-value] - checked above
+        return (self.launch or {}).get("num_processes", 1)  # type: ignore[return-value]  # checked above
 
     @property
     def budget(self) -> int:

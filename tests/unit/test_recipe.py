@@ -70,11 +70,11 @@ def test_all_errors_are_reported_together(recipe: Path) -> None:
 
 
 def test_unknown_keys_of_data_sources_are_named_with_their_place(recipe: Path) -> None:
-    given = ["uptrain={tokens: 9, data: [a.txt, {path: b.txt, wieght: 2}], validation: {pth: c.txt}}"]
+    given = ["uptrain={tokens: 9, data: [a.txt, {path: b.txt, weights: 2}], validation: {pth: c.txt}}"]
     with pytest.raises(RequestError) as caught:
         load_recipe(str(recipe), given)
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
-        "unknown key uptrain.data[1].wieght; did you mean weight?",
+        "unknown key uptrain.data[1].weights; did you mean weight?",
         "missing key uptrain.validation.path",
         "unknown key uptrain.validation.pth; did you mean path?",
     ]
