@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from headpool.card import first_card, replace_files
 from headpool.check import Check, Report
 from headpool.checkpoint import PROVENANCE, Source, locate, open_source, read_config
 from headpool.convert.aligned.options import TEXT, Alignment, Prediction
-from headpool.convert.layouts import PARTS
 from headpool.convert.plan import Plan, plan_conversion
 from headpool.convert.provenance import classes, provenance
 from headpool.convert.result import Conversion
@@ -264,7 +263,7 @@ def _write(
         finally:
             check.kill()
         if inherited:
-            _write_json(staging / PROVENANCE, done | {"check": asdict(inherited)})
+            _write_json(staging / PROVENANCE, done | {"check": inherited.names()})
         (staging / _CONFIG / "config.json").rename(staging / "config.json")
         (staging / _CONFIG).rmdir()
     warnings = opening.warnings(config)
@@ -306,14 +305,21 @@ def _judge(report: Report, plan: Plan) -> Report | None:
 
 
 def _contradiction(original: Report, plan: Plan) -> str | None:
-    """What a source's tensors say against its config, one thing of it: another shape, attention where there is none."""
+    """What a source's tensors say against its config, one thing of it: another shape, attention that lacks a tensor or
+    has one too many.
+    """
     if original.mismatched:
         return original.mismatched[0]
-    for index in (index for index, layer in enumerate(plan.before) if layer.kind == "none"):
-        for name in (plan.layout.names(index, part)[0] for part in PARTS):
-            if name in original.unexpected:
-                shape = list(plan.source.tensors[name].shape)
-                return f"tensor {name!r} is {shape}, the config makes layer {index} one without attention"
+    family = families.find_family(plan.source.config)
+    for name in original.missing:
+        if families.attention_tensor(family, name) is not None and name in original.shapes:
+            return f"tensor {name!r} is missing, the config makes it {original.shapes[name]}"
+    for name in (name for name in plan.source.tensors if name in original.unexpected):
+        held = families.attention_tensor(family, name)
+        if held is not None and held.suffix in family.attention_tensors:
+            attends = plan.before[held.layer].kind != "none"
+            wanted = "makes none there" if attends else f"makes layer {held.layer} one without attention"
+            return f"tensor {name!r} is {list(plan.source.tensors[name].shape)}, the config {wanted}"
     return None
 
 

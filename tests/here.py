@@ -18,7 +18,7 @@ class CheckHere:
         self._directories = (str(config), str(weights))
 
     def result(self) -> check.Report:
-        return check.Report(**{key: tuple(names) for key, names in check.load(*self._directories).items()})
+        return check.Report.of(check.load(*self._directories))
 
     def kill(self) -> None:
         pass

@@ -1,44 +1,58 @@
 """Load a checkpoint's names and shapes in the stock class and report what does not fit.
 
 Run as a process of its own (`python -m headpool.check CONFIG_DIRECTORY WEIGHTS_DIRECTORY`), it prints one JSON
-object: the lists `missing`, `unexpected` and `mismatched`. Weights are not read: headers alone decide, so that it can
-run while the files are still being filled. transformers' memory and start-up stay out of the process that converts.
+object: the lists `missing`, `unexpected` and `mismatched`, and the `shapes` of what is missing. Weights are not read:
+headers alone decide, so that it can run while the files are still being filled. transformers' memory and start-up stay
+out of the process that converts.
 """
 
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headpool.errors import HeadpoolError, RequestError
 
+_KINDS = ("missing", "unexpected", "mismatched")
+
 
 @dataclass(frozen=True)
 class Report:
-    """What the stock class says of a checkpoint: names that it lacks, does not know, or wants in another shape."""
+    """What the stock class says of a checkpoint: names that it lacks, does not know, or wants in another shape.
 
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: tuple[str, ...]
+    shapes: what the config makes of the tensors that it lacks.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    shapes: Mapping[str, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> "Report":
+        """A report in JSON's types."""
+        names: dict[str, Any] = {kind: tuple(found[kind]) for kind in _KINDS}
+        return cls(**names, shapes=found.get("shapes", {}))
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The names by what is wrong with them."""
+        return {kind: getattr(self, kind) for kind in _KINDS}
 
     def beyond(self, other: "Report") -> "Report":
         """What this report complains of and `other` does not."""
-        return Report(
-            **{
-                field.name: tuple(sorted(set(getattr(self, field.name)) - set(getattr(other, field.name))))
-                for field in fields(Report)
-            }
-        )
+        known = other.names()
+        new: dict[str, Any] = {kind: tuple(sorted(set(own) - set(known[kind]))) for kind, own in self.names().items()}
+        return Report(**new)
 
     def __bool__(self) -> bool:
-        return any(getattr(self, field.name) for field in fields(Report))
+        return any(self.names().values())
 
     def __str__(self) -> str:
-        lists = ((field.name, getattr(self, field.name)) for field in fields(Report))
-        return "; ".join(f"{kind}: {', '.join(map(str, names[:5]))}" for kind, names in lists if names)
+        return "; ".join(f"{kind}: {', '.join(map(str, names[:5]))}" for kind, names in self.names().items() if names)
 
 
 class Check:
@@ -69,8 +83,7 @@ class Check:
             raise RequestError(
                 f"the stock class cannot be built from this config: {lines[-1] if lines else 'no reason'}"
             )
-        found: dict[str, Any] = json.loads(out)
-        return Report(**{key: tuple(names) for key, names in found.items()})
+        return Report.of(json.loads(out))
 
     def kill(self) -> None:
         if self._process.poll() is None:
@@ -78,7 +91,7 @@ class Check:
             self._process.communicate()
 
 
-def load(config_directory: str, weights_directory: str) -> dict[str, list[str]]:
+def load(config_directory: str, weights_directory: str) -> dict[str, Any]:
     """The stock class's report on the weights of one directory under the config of another, in JSON's types."""
     import transformers
 
@@ -87,7 +100,7 @@ def load(config_directory: str, weights_directory: str) -> dict[str, list[str]]:
     config = transformers.AutoConfig.from_pretrained(config_directory)
     named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     model_class = named or stock_class(config)
-    _, info = model_class.from_pretrained(
+    model, info = model_class.from_pretrained(
         weights_directory,
         config=config,
         generation_config=transformers.GenerationConfig(),  # else it is looked for beside a config.json
@@ -95,8 +108,10 @@ def load(config_directory: str, weights_directory: str) -> dict[str, list[str]]:
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
+    wanted = model.state_dict() if info["missing_keys"] else {}
     return {
         "missing": sorted(info["missing_keys"]),
+        "shapes": {name: list(wanted[name].shape) for name in info["missing_keys"] if name in wanted},
         "unexpected": sorted(info["unexpected_keys"]),
         "mismatched": sorted(
             f"tensor {name!r} is {list(found)}, the config makes it {list(wanted)}"

@@ -134,7 +134,7 @@ def _open(directory: Path) -> Source:
 def _check(source: Source) -> None:
     """The same check as after the conversion: the stock class has nothing to complain of but what it had to before."""
     done = source.provenance or {}
-    known = Report(**{kind: tuple(names) for kind, names in done.get("check", {}).items()}) if "check" in done else None
+    known = Report.of(done["check"]) if "check" in done else None
     found = Check(source.directory, source.directory).result()
     if worse := found.beyond(known) if known else found:
         raise RequestError(f"{source.directory} does not fit its class: {worse}")

@@ -215,7 +215,7 @@ def test_a_hybrid_whose_weights_attend_in_another_layer_than_its_config(tmp_path
     assert attends == {"1", "3"}
     (tmp_path / "more").mkdir()
     edit_config(source, attn_layer_period=4)
-    refused(source, tmp_path / "more" / "out", r"3.self_attn.q_proj.weight' is \[192, 192\], .* one without attention")
+    refused(source, tmp_path / "more" / "out", r"3.self_attn.k_proj.weight' is \[192, 192\], .* one without attention")
     edit_config(source, attn_layer_period=2, attn_layer_offset=0)
     refused(source, tmp_path / "more" / "out", r"0.self_attn.q_proj.weight' is missing, .* \[192, 192\]")
 
@@ -358,6 +358,23 @@ def test_a_result_that_does_not_fit_its_class_is_removed(
 
     monkeypatch.setattr(run, "plan_conversion", wrong)
     refused(copy, tmp_path / "out", r"does not fit its class.*k_proj\.weight' is \[32, 96\], .* \[96, 96\]")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "suffix", "tensor", "message"),
+    [
+        ("gpt_oss", "sinks", None, r"sinks' is missing, the config makes it \[12\]"),
+        ("qwen3", "k_norm.weight", None, r"k_norm.weight' is missing, the config makes it \[16\]"),
+        ("llama", "k_proj.bias", torch.ones(192), r"k_proj.bias' is \[192\], the config makes none there"),
+    ],
+)
+def test_attention_that_lacks_a_tensor_or_has_one_too_many_is_refused(
+    tmp_path: Path, model_type: str, suffix: str, tensor: Any, message: str
+) -> None:
+    source = tmp_path / "source"
+    registry.built(model_type).save_pretrained(source)
+    tiny.rewrite(source, {f"model.layers.1.self_attn.{suffix}": tensor})
+    refused(source, tmp_path / "out", f"'model.layers.1.self_attn.{message}")
 
 
 def test_faults_that_the_source_has_are_inherited_with_a_warning(copy: Path, tmp_path: Path) -> None:
