@@ -30,6 +30,8 @@ PHI4 = {
     },
 }  # fmt: skip
 """A Phi-4 whose eyes and ears are small."""
+SARVAM = {"attention_bias": True, "first_k_dense_replace": 2}
+"""Without experts: they are chosen in float32."""
 NEW = {"new_decoder_architecture": True}
 """Falcon's, in which K/V heads may be any number."""
 
@@ -61,6 +63,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"multi_query": False, "num_kv_heads": HEADS}, {"multi_query": True},
     ),
     "gpt_bigcode": ("gpt_bigcode", {"head_dim": None, **NO_COUNT}, {"multi_query": False}, {"multi_query": True}),
+    "sarvam_moe": ("sarvam_moe", SARVAM, {"num_key_value_heads": HEADS}, {"num_key_value_heads": KV}),
 }  # fmt: skip
 """Name → model_type, what makes it, what gives it 12 K/V heads, what fewer: 4, or 1 where its class knows no others."""
 
@@ -70,6 +73,7 @@ FUSED = {
     "dbrx": "Wqkv",
     "falcon": "query_key_value",
     "gpt_bigcode": "c_attn",
+    "sarvam_moe": "query_key_value",
 }
 
 
@@ -87,7 +91,7 @@ def checkpoint(directory: Path, name: str, *, grouped: bool = False, **changes: 
 def owners(model_type: str, kv_heads: int) -> list[tuple[str, int]]:
     """Whose the blocks of head_dim rows of a fused projection are, in order: ("q", 0), …"""
     shared = HEADS // kv_heads
-    if model_type in ("phi3", "phi4_multimodal", "dbrx"):
+    if model_type in ("phi3", "phi4_multimodal", "dbrx", "sarvam_moe"):
         return [
             *(("q", head) for head in range(HEADS)),
             *(("k", head) for head in range(kv_heads)),

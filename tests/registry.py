@@ -18,8 +18,13 @@ MEASURED = transformers.__version__ == data()["transformers"]
 
 
 ALTERNATING = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
-MIXED: dict[str, Any] = {"lfm2": ALTERNATING, "lfm2_moe": ALTERNATING}
-"""Hybrids that were measured with attention in every layer."""
+MIXED: dict[str, Any] = {
+    "lfm2": ALTERNATING,
+    "lfm2_moe": ALTERNATING,
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "num_mem_blocks": 2},
+}
+"""Hybrids that were measured with attention in every layer, or in one."""
 
 
 def _here(model_type: str, class_name: str) -> bool:
@@ -42,6 +47,10 @@ COMPOSITE = [
     if one.reason is None and families()[one.text].reason is None and _here(name, one.class_name)
 ]
 """Classes that hold one of the families beside other models."""
+
+
+FAINT = {"zamba": 0.2, "zamba2": 0.2}
+"""Families in which attention weighs little, and how large their random parameters are instead of 0.1."""
 
 
 def probe(model_type: str) -> Probe:
@@ -67,5 +76,5 @@ def built(model_type: str, **changes: Any) -> Any:
     model = probe(model_type).model("cpu", **{KV_HEADS: HEADS} | changes)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.1)
+            parameter.copy_(torch.randn_like(parameter) * FAINT.get(model_type, 0.1))
     return model

@@ -22,7 +22,8 @@ from class_probe import (
 )
 
 from headpool import geometry
-from headpool.families import KV_HEADS, Family
+from headpool.families import KV_HEADS
+from headpool.family import Family
 
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """Names of an output projection."""
@@ -71,13 +72,22 @@ def split(name: str) -> tuple[str, int, str]:
     return (match[1], int(match[2]), match[3]) if match else ("", -1, name)
 
 
+LATENT = "multi-head latent attention (MLA): it has no key/value heads to pool"
+
+
+def is_latent(probe: Probe) -> bool:
+    """Whether keys and values come of one latent vector, and so no tensor of their heads' count."""
+    latent = any("kv_lora_rank" in name for name in probe.parameters)
+    return latent and not changed(probe.shapes(), probe.shapes(**{KV_HEADS: 2 * KV}))
+
+
 def attention_module(probe: Probe) -> str:
     """The attention module's name with {} for the layer's number, where it is one module that every layer
     has.
     """
+    if is_latent(probe):
+        raise NotMeasuredError(LATENT)
     follow = changed(probe.shapes(), probe.shapes(**{KV_HEADS: 2 * KV}))
-    if not follow and any("kv_lora_rank" in name for name in probe.parameters):
-        raise NotMeasuredError("multi-head latent attention (MLA): it has no key/value heads to pool")
     states = sorted({type(layer).__name__ for layer in cache_layers(probe.config())} - set(CACHE_KINDS))
     if states:
         raise NotMeasuredError(f"its cache holds more than keys and values (transformers' {', '.join(states)})")
@@ -283,7 +293,8 @@ def cache_agrees(probe: Probe, family: Family) -> bool:
     for kv_heads in (KV, HEADS):
         try:
             told = geometry.layers_of(probe.fields | {KV_HEADS: kv_heads}, family)
-            held = run(probe.model("cpu", **{KV_HEADS: kv_heads})).past_key_values.layers
+            more = kv_heads != probe.fields[KV_HEADS]
+            held = run(probe.model("cpu", **{KV_HEADS: kv_heads})).past_key_values.layers if more else probe.cached
         except Exception:
             return False
         if len(told) != len(held) or not all(map(holds, told, held)):
@@ -297,7 +308,7 @@ def holds(layer: geometry.Layer, cached: Any) -> bool:
     """
     keys, values = getattr(cached, "keys", None), getattr(cached, "values", None)
     if keys is None or values is None:
-        return layer.kind == "none" or layer.shares is not None
+        return layer.kind in ("none", "cross") or layer.shares is not None
     least = min(TOKENS, layer.window - 1) if layer.window else TOKENS
     shapes = {(1, layer.kv_heads, tokens, layer.head_dim) for tokens in (least, min(TOKENS, layer.window or TOKENS))}
     return layer.kind != "none" and tuple(keys.shape) in shapes and tuple(values.shape) in shapes

@@ -35,8 +35,9 @@ from class_windows import window_rule
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headpool import families, family_data
+from headpool import family_data
 from headpool.families import ENCODER_DECODER, KV_HEADS
+from headpool.family import family_from
 
 TARGET = Path(__file__).resolve().parent.parent / "src" / "headpool" / "class_defaults.json"
 
@@ -89,9 +90,11 @@ def entries(known: Mapping[str, Any] | None = None) -> Measured:
 
 NO_ATTENTION = "a recurrent or state-space model, which keeps no keys and values"
 DRAFTER = "it drafts for another model, whose keys and values it reads"
+GENERATOR = "its checkpoints hold a generator of pictures, too, which attends to the same keys and values"
 REASONS = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), NO_ATTENTION),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
+    **dict.fromkeys(("cosmos3_edge", "cosmos3_omni"), GENERATOR),
     "blt": "it is several models with attention of their own (patcher, encoder, decoder, and one between them)",
     "jetmoe": "its experts have a query head for each K/V head: with fewer of these it would have fewer of those",
     "pi0": "it moves robots and generates no text",
@@ -161,9 +164,9 @@ def measure(probe: Probe) -> dict[str, Any]:
         if "window" in known:
             entry["window"], entry["layer_fields"] = known["window"], known.get("layer_fields", {})
         else:
-            entry["window"], entry["layer_fields"] = window_rule(probe, families.family_from(name, entry))
+            entry["window"], entry["layer_fields"] = window_rule(probe, family_from(name, entry))
         entry["head_dim_read"] = reads_head_dim(probe)
-        entry["geometry"] = cache_agrees(probe, families.family_from(name, entry))
+        entry["geometry"] = cache_agrees(probe, family_from(name, entry))
         measure_attention(probe, entry)
     except NotMeasuredError as error:
         entry["reason"] = str(error)

@@ -1,9 +1,10 @@
 """Classes that hold a language model beside others: where its config and its layers' tensors lie, measured."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
-from class_attention import OTHER_NAMES, changed, split
+from class_attention import LATENT, OTHER_NAMES, changed, is_latent, split
 from class_probe import KV, SMALLER, UNBUILT, NotMeasuredError, Probe, Rules, parameters_of, small_fields
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -13,7 +14,16 @@ from headpool.families import KV_HEADS
 
 DEPTH = ("layers|depth", 2, 2)
 HEADS = ("heads", 4, 4)
+CHANNELS: Rules = (("base_channels", 32, 32), ("num_filters", 4, 4), ("num_embeddings", 128, 128))
 """Rules like class_probe's for the parts around a language model."""
+
+NEEDED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "emu3": lambda _: {"vocabulary_map": {"<image>": 4}},
+    "fun_asr_nano": lambda hidden: {"adaptor_config": {"hidden_size": hidden, "intermediate_size": hidden // 4}},
+    "molmo2": lambda _: {"adapter_config": {"vision_feature_layer": [-1, -2]}},
+    "nemotron_h_omni": lambda _: {"vision_config": {"video_temporal_patch_size": 2}},
+}
+"""What the parts around a language model need in some classes, by its hidden_size."""
 
 
 class Surroundings:
@@ -26,7 +36,7 @@ class Surroundings:
     def __init__(self, model_type: str, *, shallow: bool = False) -> None:
         self.config_class = CONFIG_MAPPING[model_type]
         self.model_type = model_type
-        self._rules: Rules = (DEPTH,) if shallow else (DEPTH, HEADS, *SMALLER)
+        self._rules: Rules = (DEPTH,) if shallow else (DEPTH, HEADS, *CHANNELS, *SMALLER)
         self._usual = self.config_class()
         self._language = self._usual.get_text_config(decoder=True)
         self.path = _path(self._usual, self._language)
@@ -36,6 +46,9 @@ class Surroundings:
         """The composite config with these fields of the language model."""
         rules = (("(out|text|llm)_(hidden|dim)", 0, text_fields["hidden_size"]), *self._rules)
         parts = self._small_parts(self._usual, rules)
+        needed = NEEDED[self.model_type](text_fields["hidden_size"]) if self.model_type in NEEDED else {}
+        for name, held in needed.items():
+            parts[name] = parts.get(name, {}) | held if isinstance(held, dict) else held
         return self.config_class(**_merged(parts, self.path, {"model_type": self.text} | text_fields))
 
     def flat(self) -> bool:
@@ -92,6 +105,8 @@ def composite_probe(model_type: str, class_name: str, *, silent: bool = False) -
             continue
         if probe.runs() or (silent and probe.small()):
             return probe
+        if is_latent(probe):
+            raise NotMeasuredError(LATENT)
         first = first or NotMeasuredError(TAKES_NO_TEXT if probe.small() else UNBUILT)
     assert first is not None
     raise first

@@ -88,7 +88,10 @@ UNBUILT = "no model of its class that is small enough to test could be built"
 def unbuilt(error: Exception | None) -> str:
     """Why no small model of a class was built, in words for people."""
     package = re.search(r"requires the (\w+) library", str(error))
-    return f"a part of it comes from the package {package[1]}, without which it was not tested" if package else UNBUILT
+    if package:
+        return f"a part of it comes from the package {package[1]}, without which it was not tested"
+    equal = re.search(rf"({KV_HEADS}|num_attention_heads).* (must match|must be the same as) ", str(error))
+    return "its class refuses fewer K/V heads than query heads" if equal else UNBUILT
 
 
 def parameters_of(config_class: Any) -> dict[str, Any]:
@@ -121,6 +124,8 @@ class Probe:
         self.fields = BASE | self._small()
         self._built: dict[str, Any] = {}
         self._ran: bool | None = None
+        self.cached: list[Any] = []
+        """The layers of the cache that a model filled, once `runs` has seen it."""
 
     def _small(self) -> dict[str, Any]:
         named = {*self.parameters, *self.popped()}
@@ -175,10 +180,10 @@ class Probe:
     def _takes_text(self) -> bool:
         """Whether it does, and keeps keys and values of it; a hybrid's layer types are then told from its config."""
         try:
-            cached = run(self.model("cpu")).past_key_values.layers
+            self.cached = run(self.model("cpu")).past_key_values.layers
         except Exception:
             return False
-        return any(CACHE_KINDS.get(type(layer).__name__) != "none" for layer in cached)
+        return any(CACHE_KINDS.get(type(layer).__name__) != "none" for layer in self.cached)
 
     def _forget(self) -> None:
         self._built.clear()

@@ -9,7 +9,7 @@ from typing import Any
 from class_probe import FULL_INTERVAL, Probe, Windows
 
 from headpool import families, geometry
-from headpool.families import Family
+from headpool.family import Family
 
 
 def window_rule(probe: Probe, family: Family) -> tuple[dict[str, Any] | None, dict[str, Any]]:

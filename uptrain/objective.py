@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from headpool.errors import RequestError
-from headpool.families import Family, attention_tensor
+from headpool.families import attention_tensor
+from headpool.family import Family
 from headpool.uptrain.loss import Distillation, token_losses
 from headpool.uptrain.stream import IGNORED
 

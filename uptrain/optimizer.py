@@ -8,7 +8,7 @@ from torch import nn
 
 from headpool import families
 from headpool.errors import RequestError
-from headpool.families import Family
+from headpool.family import Family
 from headpool.sections import UptrainSection
 
 

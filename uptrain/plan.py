@@ -11,7 +11,7 @@ from headpool import families, geometry
 from headpool.checkpoint import PROVENANCE, Source, open_source
 from headpool.destination import check_destination
 from headpool.errors import RequestError
-from headpool.families import Family
+from headpool.family import Family
 from headpool.geometry import Layer
 from headpool.headers import read_json_object
 from headpool.jsonpatch import patch_json

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from headpool.composite import text_config
+from headpool import families
 from headpool.convert.aligned.grouping import GroupLoss, permute
 from headpool.convert.aligned.keys import share_keys
 from headpool.convert.aligned.moments import Moments, data_free, is_normed
@@ -133,10 +133,6 @@ def searches(plan: Plan, alignment: Alignment) -> bool:
     return alignment.groups == "search" and not plan.layout.alibi
 
 
-_ZERO_CENTRED = ("gemma", "vaultgemma", "nemotron", "qwen3_next", "qwen3_5")
-"""Families whose norms store their gain less one."""
-
-
 def _norm_gain(plan: Plan, index: int, hidden: int) -> Tensor:
     """The gain [D] of the norm before the attention, float64; ones where there is none (OLMo)."""
     names = (f"{plan.layout.stem}{index}.{norm}.weight" for norm in plan.layout.input_norms)
@@ -144,4 +140,4 @@ def _norm_gain(plan: Plan, index: int, hidden: int) -> Tensor:
     if record is None:
         return torch.ones(hidden, dtype=torch.float64)
     gain = read_tensor(record).double()
-    return gain + 1 if text_config(plan.source.config)["model_type"].startswith(_ZERO_CENTRED) else gain
+    return gain + 1 if families.find_family(plan.source.config).gains_less_one else gain

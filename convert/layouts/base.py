@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 class Layout(ABC):
     """A checkpoint's attention tensors, each `{stem}{layer}.{attention}.` and a name inside the attention module.
 
+    cross_attention: what stands for `attention` in layers that attend to another input, None where none does.
     projections: the module that holds each part, `.weight` and `.bias` below it; parts may share one. The output
     projection is [D, heads*d] in every layout. norms: the query and key norm; input_norms: names that the norm
     before attention may have inside the layer. key_gains: the gains of a norm across all key heads, or of one for each
     head; with * for the head's number where each is a tensor. gains_by_head: they are one tensor [k, d], not [k*d].
     query_parts: rows of the query projection for each dimension of a head; with two, a head's gate follows its query.
+    input_parts: how many times the hidden size its inputs are wide.
     bare_norms: the layers with norms without gains; normed_values: whether values pass such norms; clipped: whether
     queries, keys and values are cut off at a size; alibi: whether attention is biased by a slope for each place in the
     list of query heads.
@@ -37,13 +39,20 @@ class Layout(ABC):
     key_gains: str | None = None
     gains_by_head: bool = False
     query_parts: int = 1
+    input_parts: int = 1
     bare_norms: frozenset[int] = frozenset()
     normed_values: bool = False
     clipped: bool = False
     alibi: bool = False
+    cross_attention: str | None = None
 
     def tensor(self, layer: int, suffix: str) -> str:
-        return f"{self.stem}{layer}.{self.attention}.{suffix}"
+        return f"{self.stem}{layer}.{self.module(layer)}.{suffix}"
+
+    def module(self, layer: int) -> str:
+        """The name of a layer's attention inside it."""
+        other = self.cross_attention if self.layers[layer].kind == "cross" else None
+        return self.attention if other is None else other
 
     def names(self, layer: int, part: Part) -> tuple[str, str]:
         """The names of the weight and the bias that hold a part."""

@@ -13,7 +13,8 @@ from headpool.convert.layouts.fused import Fused
 from headpool.convert.layouts.separate import Separate
 from headpool.convert.layouts.weights import PARTS, Part, Rotary
 from headpool.errors import RequestError
-from headpool.families import AttentionTensor, Family
+from headpool.families import AttentionTensor
+from headpool.family import Family
 from headpool.geometry import Layer
 from headpool.headers import FLOATS, TensorRecord
 
@@ -51,7 +52,8 @@ def find_layout(
     for name, held in found.items():
         if not (held.layer < len(layers) and layers[held.layer].kind == "none"):  # others may be named like attention
             _check_known(tensors[name], held, family, layout, hidden)
-    for index in (index for index, layer in enumerate(layers) if layer.kind != "none"):
+    stored = sorted({held.layer for held in found.values()}) if family.shared_weights else range(len(layers))
+    for index in (index for index in stored if layers[index].kind != "none"):
         _check_shapes(tensors, layout, index, hidden)
         _check_gains(tensors, layout, index)
     return layout
@@ -66,6 +68,7 @@ def _layout(stem: str, config: Mapping[str, Any], family: Family, layers: tuple[
     common: dict[str, Any] = {
         "stem": stem,
         "attention": family.attention.rpartition("{}.")[2],
+        "cross_attention": family.cross_attention,
         "projections": projections,
         "layers": layers,
         "rotary": Rotary(family.rotary, dims) if family.rotary else None,
@@ -80,8 +83,9 @@ def _layout(stem: str, config: Mapping[str, Any], family: Family, layers: tuple[
         "input_norms": family.input_norms,
         "key_gains": family.key_gains,
         "query_parts": family.query_parts,
+        "input_parts": family.input_parts,
         "bare_norms": frozenset(attention.bare_norms(config, family, len(layers))),
-        "normed_values": family.model_type in attention.VALUE_NORMS,
+        "normed_values": family.normed_values,
         "clipped": attention.clipped(config),
         "alibi": bool(text_config(config).get("alibi")),
     }
@@ -119,7 +123,8 @@ def _check_known(record: TensorRecord, held: AttentionTensor, family: Family, la
     found = f"tensor {record.name!r} {list(record.shape)}"
     if held.layer >= len(layout.layers):
         raise RequestError(f"{found} belongs to layer {held.layer}, the config has {len(layout.layers)} layers")
-    if held.suffix not in family.attention_tensors and not _BUFFERS.fullmatch(held.suffix):
+    here = record.name.startswith(layout.tensor(held.layer, ""))
+    if not (here and held.suffix in family.attention_tensors) and not _BUFFERS.fullmatch(held.suffix):
         raise RequestError(
             f"{found} is not known in the attention of {family.model_type}, which the config makes "
             f"{_listed(layout, hidden)}"
@@ -139,7 +144,7 @@ def _shape(layout: Layout, index: int, part: Part, hidden: int) -> tuple[int, in
     layer = layout.layers[index]
     if part == "o":
         return hidden, layer.heads * layer.head_dim
-    return layout.rows(index, part, layer.kv_heads), hidden
+    return layout.rows(index, part, layer.kv_heads), layout.input_parts * hidden
 
 
 def _missing(name: str, shape: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from headpool.convert.layouts.base import Layout
 from headpool.convert.layouts.weights import PARTS, AttentionWeights, Part
-from headpool.families import Order
+from headpool.family import Order
 
 if TYPE_CHECKING:
     from torch import Tensor

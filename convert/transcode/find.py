@@ -8,16 +8,15 @@ from headpool import families
 from headpool.convert.transcode import gpt2, gptj, neox
 from headpool.convert.transcode.table import Transcoding
 from headpool.errors import RequestError
+from headpool.family_data import told
 
 _OWN = (*neox.TRANSCODINGS, *gptj.TRANSCODINGS, *gpt2.TRANSCODINGS)
 
-SAME_CLASS = {"gpt-sw3": "gpt2"}
-"""Other model types that transformers reads in the class of a source."""
-
 TRANSCODINGS = (
     *_OWN,
-    *(replace(one, source=name) for name, own in SAME_CLASS.items() for one in _OWN if one.source == own),
+    *(replace(one, source=name) for name, held in told().items() for one in _OWN if one.source == held.get("like")),
 )
+"""Of every source, and of the model types whose data say that they are like one."""
 
 SOURCES = frozenset(one.source for one in TRANSCODINGS)
 """The model types that it takes a transcoding to convert."""

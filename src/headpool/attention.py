@@ -8,7 +8,7 @@ from typing import Any
 
 from headpool import families
 from headpool.composite import text_config
-from headpool.families import Family
+from headpool.family import Family
 
 
 def rotary_dims(config: Mapping[str, Any], family: Family, head_dim: int) -> int:
@@ -22,19 +22,11 @@ def rotary_dims(config: Mapping[str, Any], family: Family, head_dim: int) -> int
     return int(head_dim * (1.0 if factor is None else factor))
 
 
-BARE_NORMS: Mapping[str, tuple[str, ...]] = {"nanochat": (), "llama4_text": ("use_qk_norm", "no_rope_layers")}
-"""Families whose queries and keys pass norms without gains, in the layers of which all these fields are true."""
-
-
-VALUE_NORMS = ("gemma3n_text",)
-"""Families whose values pass norms without gains."""
-
-
 def bare_norms(config: Mapping[str, Any], family: Family, layers: int) -> list[int]:
     """The layers whose queries and keys pass norms that have no gains, and so no tensors."""
-    if family.model_type not in BARE_NORMS:
+    if family.bare_norms is None:
         return []
-    held = [text_config(config).get(field, True) for field in BARE_NORMS[family.model_type]]
+    held = [text_config(config).get(field, True) for field in family.bare_norms]
     by_layer = [one if isinstance(one, list) else [one] * layers for one in held]
     return [index for index in range(layers) if all(one[index] for one in by_layer)]
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from headpool.composite import composites
 from headpool.convert.transcode.find import TRANSCODINGS, transcoding_of
 from headpool.errors import RequestError
-from headpool.families import Family, families, family_of
+from headpool.families import families, family_of
+from headpool.family import Family
 from headpool.family_data import data
 from headpool.opening import opens_in
 
@@ -97,7 +98,7 @@ def _bare_config(name: str) -> Mapping[str, Any]:
 def _key_norm(family: Family) -> str | None:
     if family.key_gains is not None:
         return "gains for every key head"
-    normed = any(re.match(r"k_?(layer)?norm", name) for name in family.attention_tensors)
+    normed = any(re.match(r"k(ey)?_?(layer)?norm", name) for name in family.attention_tensors)
     return "per head" if normed else None
 
 

@@ -17,7 +17,7 @@ class Composite:
     config names none, and `flat` says that old configs hold its fields at the top instead. `stems` are the beginnings
     of its layers' tensors up to the number, in files and in the class: other parts have attention of the same names.
     `reason` says why none of its checkpoints is converted; else it is its language model's family that decides.
-    `silent` says that its class took no text alone when it was tested, so that it was loaded and not run.
+    `silent` says that its class failed on text when it was tested, so that only the language model in it was run.
     """
 
     model_type: str

@@ -7,14 +7,15 @@ reader of configs must know beyond that stands here. Nothing here imports torch 
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from headpool import kv_fields
 from headpool.composite import composites, inside, text_config
 from headpool.errors import RequestError
+from headpool.family import Family, family_from
 from headpool.family_data import data, told
 
 KV_HEADS = "num_key_value_heads"
@@ -24,7 +25,7 @@ FIELDS = (
     "max_position_embeddings", "initializer_range", "tie_word_embeddings", "attention_bias", "sliding_window",
     "use_sliding_window", "max_window_layers", "sliding_window_pattern", "attention_chunk_size",
     "layer_types", "num_kv_shared_layers", "partial_rotary_factor", "attn_layer_indices", "attn_layer_period",
-    "attn_layer_offset", "block_types", "attention_k_eq_v",
+    "attn_layer_offset", "block_types", "attention_k_eq_v", "cross_attention_layers",
 )  # fmt: skip
 """The config fields that headpool reads, in transformers' words; the data hold each class's defaults for
 them.
@@ -36,80 +37,8 @@ SYNONYMS = ("num_kv_heads", "n_head_kv", "multi_query")
 ENCODER_DECODER = "encoder-decoder models are not supported"
 PER_LAYER = "its layers have fields of their own (per_layer_config), which is not supported yet"
 
-TRANSCODED = "its class cannot hold fewer K/V heads; with --transcode, convert writes it as one that can"
-
-PROJECTIONS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
-"""What separate key and value projections are called inside an attention module."""
-
 RETYPED = {("mistral", "layer_types"): "ministral"}
 """transformers reads a config of this model_type that holds this key as one of another model_type."""
-
-
-Order = Literal["blocks", "groups"]
-"""How heads follow each other in a fused projection: all queries, all keys, all values; or by K/V head: its query
-heads, its key, its value.
-"""
-
-
-@dataclass(frozen=True)
-class FusedProjection:
-    """One projection for queries, keys and values: its name in the attention module, and the order of its heads."""
-
-    projection: str
-    order: Order
-
-
-@dataclass(frozen=True)
-class Family:
-    """One model_type of transformers.
-
-    `reason` says why its checkpoints are not converted, None where they are; `transcodes` that they are once they are
-    written as models of another class. `geometry` is true where its
-    layers can be told from the config's top-level fields. `attention` is the attention module's name with
-    `{}` for the layer's number. `attention_tensors` maps every tensor that can stand under it (numbers as
-    `*`) to what its size follows: "heads", "kv_heads" or "fixed"; `pooled` are those that pooling changes,
-    and a checkpoint that has others which follow the K/V heads (norms that an option adds) is not converted.
-    `window` is the rule for configs that hold no layer_types (see geometry), None where there is none,
-    `layer_fields` the class's own fields that overrule it, with their defaults. `output` is the output
-    projection's name, `rotary` how the dimensions of a head pair (None: no telling), `head_dim_read` whether
-    the class heeds an explicit head_dim. `aliases` maps fields to the names under which the class stores
-    them. `fused` says how queries, keys and values lie in one projection, None where each has its own;
-    `key_gains` is the tensor with the gains of a norm across all key heads, or of one for each (see layouts).
-    `query_parts` is how many rows the query projection has for each dimension of a head (2: queries and gates).
-    `within` is a composite model that the family is only known inside. `stems` are its layers' there.
-    `input_norms` are the names that the norm before attention has inside the layer. `kv_rules` say how configs
-    hold the K/V-head count ("read") and are given another ("write") where no field of FIELDS does. `by_type` maps
-    layers' types to the fields in which the config holds what they have instead of num_key_value_heads and head_dim
-    (see layer_overrides), `keys_as_values` is the field that leaves full attention without a projection for values.
-    `unaligned` says why method aligned leaves the family alone, None where nothing but its tensors can stand against
-    it.
-    """
-
-    model_type: str
-    class_name: str
-    reason: str | None
-    geometry: bool
-    defaults: Mapping[str, Any]
-    aliases: Mapping[str, str]
-    window: Mapping[str, Any] | None
-    layer_fields: Mapping[str, Any]
-    attention: str
-    pooled: tuple[str, ...]
-    attention_tensors: Mapping[str, Literal["heads", "kv_heads", "fixed"]]
-    rotary: Literal["half-split", "interleaved"] | None
-    output: str
-    head_dim_read: bool
-    key_gains: str | None = None
-    within: str | None = None
-    query_parts: int = 1
-    fused: FusedProjection | None = None
-    input_norms: tuple[str, ...] = ("input_layernorm",)
-    kv_rules: Mapping[str, Sequence[kv_fields.Rule]] | None = None
-    stems: tuple[str, ...] = ()
-    by_type: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
-    keys_as_values: str | None = None
-    unaligned: str | None = None
-    transcodes: bool = False
 
 
 @cache
@@ -120,42 +49,6 @@ def families() -> dict[str, Family]:
     measured = data()["families"]
     entries = measured | {name: measured.get(name, {}) | entry for name, entry in told().items()}
     return {name: family_from(name, entries[name]) for name in sorted(entries)}
-
-
-def family_from(model_type: str, entry: Mapping[str, Any]) -> Family:
-    """A family from its entry in the data."""
-    tensors = entry.get("attention_tensors", {})
-    fused = FusedProjection(**entry["fused"]) if "fused" in entry else None
-    projections = PROJECTIONS if fused is None else (f"{fused.projection}.weight", f"{fused.projection}.bias")
-    gains = [name for name, follows in tensors.items() if follows == "kv_heads" and "norm" in name]
-    return Family(
-        model_type=model_type,
-        class_name=entry["class"],
-        reason=TRANSCODED if entry.get("transcodes") else entry.get("reason"),
-        geometry=entry.get("geometry", True),
-        defaults=entry["defaults"],
-        aliases=entry.get("aliases", {}),
-        window=entry.get("window"),
-        layer_fields=entry.get("layer_fields", {}),
-        attention=entry.get("attention", ""),
-        pooled=tuple(
-            name for name, follows in tensors.items() if follows == "kv_heads" and name in (*projections, *gains)
-        ),
-        attention_tensors=tensors,
-        rotary=entry.get("rotary"),
-        output=entry.get("output", "o_proj"),
-        head_dim_read=entry.get("head_dim_read", True),
-        key_gains=gains[0] if gains else None,
-        within=entry.get("within"),
-        query_parts=entry.get("query_parts", 1),
-        fused=fused,
-        input_norms=tuple(entry.get("input_norms", ("input_layernorm",))),
-        kv_rules=entry.get("kv_heads"),
-        by_type=entry.get("by_type", {}),
-        keys_as_values=entry.get("keys_as_values"),
-        unaligned=entry.get("unaligned"),
-        transcodes=entry.get("transcodes", False),
-    )
 
 
 def get(config: Mapping[str, Any], family: Family, field: str) -> Any:
@@ -227,11 +120,12 @@ def attention_tensor(family: Family, name: str) -> AttentionTensor | None:
     A prefix of its own in front of the layers, or none, does not matter: checkpoints of bare models lack "model.". In
     composite models it must be the language model's.
     """
-    before, found, after = family.attention.rpartition("{}")
+    before, found, after = family.attention.rpartition("{}.")
     if not found:
         return None
     layers = "|".join(map(re.escape, family.stems)) or rf"(?:.*\.)?{re.escape(before.split('.')[-2])}\."
-    match = re.fullmatch(rf"({layers})(\d+){re.escape(after)}\.(.+)", name)
+    modules = "|".join(re.escape(one) for one in (after, family.cross_attention) if one is not None)
+    match = re.fullmatch(rf"({layers})(\d+)\.(?:{modules})\.(.+)", name)
     return AttentionTensor(match[1], int(match[2]), re.sub(r"\d+", "*", match[3])) if match else None
 
 
@@ -344,7 +238,6 @@ def can_hold(config: Mapping[str, Any], family: Family, kv_heads: int) -> bool:
 def kv_heads_changes(config: Mapping[str, Any], kv_heads: int) -> dict[str, Any]:
     """The fields of a config, with their new values, that give it `kv_heads` K/V heads wherever it has more: the
     language model's where they stand, and at the top where that says the same.
-
 
     The family's own field is among them even where the config leaves it out; a mapping changes within a nested
     object. RequestError where the class cannot hold so many.

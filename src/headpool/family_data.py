@@ -24,4 +24,4 @@ def told() -> dict[str, Any]:
     """
     text = resources.files("headpool").joinpath("told_families.json").read_text(encoding="utf-8")
     loaded: dict[str, Any] = json.loads(text)
-    return {name: loaded.get(entry.pop("like", ""), {}) | entry for name, entry in loaded.items()}
+    return {name: loaded.get(entry.get("like"), {}) | entry for name, entry in loaded.items()}

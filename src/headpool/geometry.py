@@ -5,7 +5,7 @@ Nothing here reads weights or imports torch or transformers. What a config leave
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from headpool import families
 from headpool.composite import text_config
 from headpool.errors import RequestError
-from headpool.families import Family
+from headpool.family import Family
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from headpool.planning import Plan
 
-Kind = Literal["full", "sliding", "none"]
+Kind = Literal["full", "sliding", "cross", "none"]
 
 KINDS: Mapping[str, Kind] = {
     "full_attention": "full", "sliding_attention": "sliding", "chunked_attention": "sliding",
     "attention": "full", "hybrid": "full", "linear_attention": "none", "conv": "none", "mamba": "none", "moe": "none",
-    "mlp": "none",
+    "mlp": "none", "cross_attention": "cross",
 }  # fmt: skip
 """transformers' words in `layer_types`; a chunked layer holds no more than its chunk, as a sliding one its
-window, and a hybrid one attends beside a state-space model.
+window, and a hybrid one attends beside a state-space model. A cross-attention layer is headpool's own word.
 """
 
 WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
@@ -38,7 +38,8 @@ WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "at
 class Layer:
     """One layer of a model, as far as its cache goes.
 
-    kind: "full" attends to every token, "sliding" to the last `window`, "none" keeps no keys and values.
+    kind: "full" attends to every token, "sliding" to the last `window`, "cross" to another input (a picture), of which
+    alone it keeps keys and values, "none" keeps none.
     heads, kv_heads, head_dim: counts and elements, the same for keys and values. shares: the index of the
     layer whose K/V this one reads instead of keeping its own. own_values is false where one projection gives keys and
     values.
@@ -108,7 +109,7 @@ def _layer(config: Mapping[str, Any], family: Family, index: int, layer_type: st
         )
     head_dim = own.get("head_dim", families.get(config, family, "head_dim")) if family.head_dim_read else None
     if head_dim is None:
-        hidden = _whole(families.get(config, family, "hidden_size"), "hidden_size")
+        hidden = family.input_parts * _whole(families.get(config, family, "hidden_size"), "hidden_size")
         if hidden % heads:
             raise RequestError(f"hidden_size {hidden} does not divide by num_attention_heads {heads}")
         head_dim = hidden // heads
@@ -160,15 +161,17 @@ def kinds_by_rule(rule: Mapping[str, Any], count: int, get: Callable[[str], Any]
     The rule (families' data) says which `type` layers with a window have, or those without attention, and `enabled_by`
     which field they have none without. Full are the layers below the field `below`, the `first` many, the `last`, those
     that the field `listed` lists, and one in `every` (a number, or a field with its `default`), at position `at` (a
-    number or a field) of each run. Or the field `repeated` holds words (in a string, letters) for the layers, over and
-    over if need be, which `words` translates; with `word_each` there are as many layers as words.
+    number or a field) of each run. Or all are full but those that the field `only` lists, or the `default`. Or the
+    field `repeated` holds words (in a string, letters) for the layers, over and over if need be, which `words`
+    translates; with `word_each` there are as many layers as words.
     """
     if "repeated" in rule:
         return _by_words(rule, count, get)
     layer_type = rule.get("type")
     window = _window(rule, layer_type, get)
-    if window is None and KINDS.get(layer_type or "full_attention") != "none":
+    if window is None and (layer_type is None or layer_type in WINDOW_FIELDS):
         return [("full_attention", None)] * count
+    only = _positions(get(rule["only"]), rule) if "only" in rule else None
     first = _whole(get(rule["below"]) or 0, rule["below"], least=0) if "below" in rule else rule.get("first", 0)
     every = rule.get("every")
     if isinstance(every, str):
@@ -179,6 +182,8 @@ def kinds_by_rule(rule: Mapping[str, Any], count: int, get: Callable[[str], Any]
     listed = (get(rule["listed"]) if "listed" in rule else None) or ()
 
     def full(index: int) -> bool:
+        if only is not None:
+            return index not in only
         periodic = every is not None and index % every == at % every
         return index < first or periodic or index in listed or (index == count - 1 and rule.get("last", False))
 
@@ -195,6 +200,14 @@ def _by_words(rule: Mapping[str, Any], count: int, get: Callable[[str], Any]) ->
     return [(kind, _window(rule, kind, get)) for kind in kinds]
 
 
+def _positions(held: Any, rule: Mapping[str, Any]) -> Collection[int]:
+    """The layers that the field `only` of a rule lists."""
+    listed = rule["default"] if held is None else held
+    if not isinstance(listed, list) or not all(type(one) is int for one in listed):
+        raise RequestError(f"config.json: {rule['only']} must be a list of layers' numbers, found {listed!r}")
+    return listed
+
+
 def _whole(value: Any, field: str, *, least: int = 1) -> int:
     if type(value) is not int or value < least:
         raise RequestError(f"config.json: {field} must be a whole number of {least} or more, found {value!r}")
@@ -204,7 +217,7 @@ def _whole(value: Any, field: str, *, least: int = 1) -> int:
 def cache_bytes_per_token(layers: Sequence[Layer], itemsize: int) -> int:
     """Bytes of keys and values that one more token of one sequence takes while it is within every window.
 
-    2 x layers x kv_heads x head_dim x itemsize, over the layers that keep K/V of their own.
+    2 x layers x kv_heads x head_dim x itemsize, over the layers that keep K/V of their own and of text.
     """
     return sum(2 * layer.kv_heads * layer.head_dim * itemsize for layer in layers if _keeps(layer))
 
@@ -234,7 +247,7 @@ def cache_curve(layers: Sequence[Layer], *, itemsize: int, positions: int | None
 
 
 def _keeps(layer: Layer) -> bool:
-    return layer.kind != "none" and layer.shares is None
+    return layer.kind not in ("none", "cross") and layer.shares is None
 
 
 def options(layers: Sequence[Layer]) -> list[int]:

@@ -5,15 +5,16 @@ kept by hand in served.json, from `make serving`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
 
+from headpool import families
 from headpool.composite import composites, text_config
 from headpool.family_data import data
 
-SILENT = "its class takes no text without its other input, and only its language model was tested with text"
+SILENT = "its class fails on text, and only the language model inside it was run"
 
 
 @cache
@@ -30,20 +31,28 @@ def opens_in(config: Mapping[str, Any]) -> list[str]:
     composite = composites().get(model_type)
     if composite is not None and text_config(config)["model_type"] != composite.text:
         return []
-    ran = "" if composite is None or not composite.silent else " (loaded; it takes no text alone there)"
+    ran = "" if composite is None or not composite.silent else " (its language model; the whole fails on text there)"
     return [f"transformers {data()['transformers']}{ran}", *served().get(model_type, ())]
 
 
 def warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     """What to know of a converted checkpoint of this class before it is taken elsewhere."""
-    if config.get("model_type") == "falcon" and config.get("new_decoder_architecture"):
-        version = data()["transformers"]
-        return (f"transformers {version} caches Falcon's keys and values for each query head: it saves no cache there",)
+    return (*_told(config), *_untried(config))
+
+
+def _told(config: Mapping[str, Any]) -> Iterator[str]:
+    """What the family's data say of models with this config."""
+    family = families.find_family(config)
+    for one in family.warnings:
+        if all(families.get(config, family, name) == held for name, held in one.get("when", {}).items()):
+            yield one["says"].format(version=data()["transformers"])
+
+
+def _untried(config: Mapping[str, Any]) -> Iterator[str]:
     composite = composites().get(str(config.get("model_type")))
-    if opens_in(config):
-        if composite is not None and composite.silent:
-            return (f"{composite.model_type} with fewer K/V heads was loaded and never run: {SILENT}",)
-        return ()
-    inside = text_config(config)["model_type"]
-    untried = f"{config['model_type']} around a language model of type {inside}, with fewer K/V heads, was never run"
-    return (f"{untried}: try it in transformers first",)
+    if composite is not None and not opens_in(config):
+        inside = text_config(config)["model_type"]
+        untried = f"{composite.model_type} around a language model of type {inside}, with fewer K/V heads,"
+        yield f"{untried} was never run: try it in transformers first"
+    elif composite is not None and composite.silent:
+        yield f"{composite.model_type} with fewer K/V heads was loaded and never run as a whole: {SILENT}"

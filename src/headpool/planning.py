@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headpool import checkpoint, families, geometry, headers, hub, opening
 from headpool.errors import RequestError
-from headpool.families import Family
+from headpool.family import Family
 from headpool.geometry import Layer
 
 if TYPE_CHECKING:

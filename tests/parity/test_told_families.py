@@ -7,21 +7,25 @@ from typing import Any
 
 import fused
 import pytest
+import registry
 import tiny
 import torch
 import transcoded
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headpool import families, family_data, geometry
 
 
 def model(model_type: str) -> Any:
-    own = next((kind[2] for kind in transcoded.KINDS.values() if kind[0] == model_type), None)
-    if own is None:
+    family = families.families()[model_type]
+    if family.fused is not None:
         _, what, full, _ = next(kind for kind in fused.KINDS.values() if kind[0] == model_type)
-        own = what | full
-    return tiny.model(model_type, **own)
+        return tiny.model(model_type, **what | full)
+    if family.transcodes:
+        return tiny.model(model_type, **next(k[2] for k in transcoded.KINDS.values() if k[0] == model_type))
+    return registry.built(family.within or model_type)
 
 
 @pytest.mark.parametrize("model_type", family_data.told())
@@ -38,12 +42,25 @@ def test_defaults_are_those_of_the_class(model_type: str) -> None:
     assert told.get("aliases", {}) == aliases
 
 
-@pytest.mark.parametrize("model_type", [name for name, one in families.told().items() if "attention" in one])
+NAMED_AS_SAVED = [
+    name
+    for name, one in families.told().items()
+    if "attention" in one and "names" not in (families.families()[name].unaligned or "")
+]
+
+
+@pytest.mark.parametrize("model_type", NAMED_AS_SAVED)
 def test_every_layer_has_its_attention_there(model_type: str) -> None:
     family = families.families()[model_type]
     built = model(model_type)
     assert type(built).__name__ == family.class_name
-    modules = [built.get_submodule(family.attention.format(layer)) for layer in range(2)]
+    layers = geometry.layers(built.config.to_dict())
+    own = [index for index, layer in enumerate(layers) if layer.kind in ("full", "sliding")]
+    assert len(own) >= 2
+    modules = [built.get_submodule(family.attention.format(index)) for index in own]
+    for index in (index for index, layer in enumerate(layers) if layer.kind == "cross"):
+        stem = family.attention.partition("{}")[0]
+        modules.append(built.get_submodule(f"{stem}{index}.{family.cross_attention}"))
     assert all("Attention" in type(one).__name__ for one in modules)
 
 
@@ -51,7 +68,8 @@ def test_every_layer_has_its_attention_there(model_type: str) -> None:
 def test_attention_tensors_are_those_of_the_class(model_type: str) -> None:
     family = families.families()[model_type]
     built = model(model_type)
-    held = {name: families.attention_tensor(family, name) for name in built.state_dict()}
+    written = revert_weight_conversion(built, built.state_dict())
+    held = {name: families.attention_tensor(family, name) for name in written}
     stem = family.attention.partition("{}")[0]
     found = [one for one in held.values() if one and one.stem == stem]
     assert {one.suffix for one in found} == set(family.attention_tensors)
@@ -60,11 +78,26 @@ def test_attention_tensors_are_those_of_the_class(model_type: str) -> None:
     assert len(norms) == 1
     arrived = []
     built.get_submodule(norms.pop().removesuffix(".weight")).register_forward_hook(lambda *_: arrived.append("norm"))
-    attention = built.get_submodule(family.attention.format(0))
+    layer = built.get_submodule(stem + "0")
+    attention = next(one for one in layer.modules() if type(one).__name__.endswith("Attention"))
     attention.register_forward_pre_hook(lambda *_: arrived.append("attention"))
     with torch.no_grad():
         built(torch.arange(3, 15)[None])
     assert arrived == ["norm", "attention"], "the norm is right before the attention"
+
+
+LESS_ONE = [name for name, one in families.families().items() if one.gains_less_one]
+
+
+@pytest.mark.parametrize("model_type", [*LESS_ONE, "llama", "gemma3n_text", "nemotron_h", "cohere"])
+def test_which_norms_store_their_gains_less_one(model_type: str) -> None:
+    """With zeros for gains these norms give their inputs, and others nothing."""
+    family = families.families()[model_type]
+    layer = registry.built(model_type).get_submodule(family.attention.partition("{}")[0] + "1")
+    norm = next(getattr(layer, name) for name in (*family.input_norms, "norm") if hasattr(layer, name))
+    for parameter in norm.parameters():
+        parameter.data.zero_()
+    assert bool(norm(torch.arange(192.0)[None, None]).any()) == family.gains_less_one
 
 
 def test_every_family_that_was_refused_for_a_fused_projection_is_told_of() -> None:

@@ -15,10 +15,10 @@ CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptool
 FOLDERS = {name: ROOT / folder for name, folder in CONFIG["package-dir"].items()}
 
 BASE = {
-    "errors", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint", "destination",
-    "hub", "kv_fields", "progress", "drawing", "plots", "text", "score", "recipe", "sections", "check", "rounding",
-    "loading", "tensors", "card", "columns", "portable", "pinned", "uploading", "console", "family_data", "composite",
-    "opening", "card_parts", "licences", "attention", "defaults", "__init__",
+    "errors", "family", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint",
+    "destination", "hub", "kv_fields", "progress", "drawing", "plots", "text", "score", "recipe", "sections", "check",
+    "rounding", "loading", "tensors", "card", "columns", "portable", "pinned", "uploading", "console", "family_data",
+    "composite", "opening", "card_parts", "licences", "attention", "defaults", "__init__",
 }  # fmt: skip
 LEVELS = {
     "convert": 1,
