@@ -130,8 +130,8 @@ def test_every_refused_family_says_why_and_every_other_is_complete() -> None:
 
 
 def test_an_unknown_key_in_the_data_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'x' hold unknown keys: atention, pooled"):
-        family_from("x", {"class": "X", "defaults": {}, "pooled": [], "atention": "layers.{}.attn"})
+    with pytest.raises(ValueError, match="'x' hold unknown keys: attend, pooled"):
+        family_from("x", {"class": "X", "defaults": {}, "pooled": [], "attend": "layers.{}.attn"})
 
 
 def test_adapters_that_give_a_key_for_every_query_head_stand_against_fewer() -> None:
