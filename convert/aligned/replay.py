@@ -13,26 +13,37 @@ from torch import Tensor, nn
 from headpool.convert.aligned.refit import Normal
 from headpool.convert.aligned.walk import Block, Layer
 
+SMALLEST = 1e-3
+"""A token that is smaller than this, relative to a batch's root mean square, counts as if it were not."""
+
 
 @dataclass(frozen=True)
 class Example:
-    """A batch of attention inputs, and what shall come out of it (`target` [B, T, D])."""
+    """A batch of attention inputs, and what shall come out of it (`target` [B, T, D]).
+
+    size: what a token's error is relative to, [B, T, 1], or one number for all.
+    """
 
     block: Block
     target: Tensor
+    size: Tensor | float = 1.0
 
     def energy(self) -> Tensor:
         """The squared size of the target: what relative errors are relative to."""
-        return self.target.square().sum()
+        return (self.target / self.size).square().sum()
 
     def error(self, output_BTD: Tensor) -> Tensor:
         """The squared error of an output."""
-        return (output_BTD - self.target).square().sum()
+        return ((output_BTD - self.target) / self.size).square().sum()
 
 
 class Examples:
     """What a layer's own attention, or the whole layer, makes of some windows, as batches by number; all windows where
     none are named.
+
+    Errors of a whole layer are relative to each token's own output, as norms are what reads it: a few tokens, the first
+    above all, are a thousand times larger than others in many models (Sun et al. 2024, "Massive activations") and would
+    else be all that counts.
 
     Attention's outputs are computed where the layer has not recorded them. keep: hold on to each batch once it was
     made, three arrays of the size of its hidden states at most, or make it anew whenever it is asked for.
@@ -69,12 +80,21 @@ class Examples:
     @torch.no_grad()
     def _make(self, rows: slice) -> Example:
         block = self._layer.block(rows, whole=self._whole)
-        target_BTD = self._layer.output(block) if self._whole else self._attention_output(block)
-        return Example(block, target_BTD)
+        if not self._whole:
+            return Example(block, self._attention_output(block))
+        target_BTD = self._layer.output(block)
+        return Example(block, target_BTD, sizes(target_BTD))
 
     def _attention_output(self, block: Block) -> Tensor:
         recorded = self._layer.outputs
         return block.through(self._layer.attention) if recorded is None else recorded[block.rows].to(block.x)
+
+
+def sizes(output_BTD: Tensor) -> Tensor:
+    """The length of each token's output, [B, T, 1], none near zero."""
+    sizes_BT1 = output_BTD.norm(dim=-1, keepdim=True)
+    usual = sizes_BT1.square().mean().sqrt()
+    return sizes_BT1.clamp_min(max(SMALLEST * float(usual), torch.finfo(output_BTD.dtype).tiny))
 
 
 @torch.no_grad()

@@ -34,7 +34,8 @@ class Figures:
     partition: the groups of source heads. lost_energy: what sharing loses of "keys" and "values", relative to the
     layer's. freedom: by what keys and values are told from shared ones (docs/method.md). block_error: the relative
     squared error of the attention block's output on held-out calibration windows after each step that was taken
-    ("closed", "refit", "heal"); layer_error: that of the whole layer's output before and after it was healed.
+    ("closed", "refit", "heal"); layer_error: that of the whole layer's output before and after it was healed, each
+    token's relative to its own.
     seconds: how long it took.
     """
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from walking import WINDOWS, stock
 
 from headpool.convert.aligned.heal import SMALLEST, Schedule, heal
-from headpool.convert.aligned.replay import Example, Examples, normal_equations, relative_error
+from headpool.convert.aligned.replay import Example, Examples, normal_equations, relative_error, sizes
 from headpool.convert.aligned.walk import Block, Layer, Walk
 from headpool.convert.aligned.work import Work
 from headpool.errors import RequestError
@@ -56,6 +56,30 @@ def test_normal_equations_are_sums_over_the_tokens(layer: Layer) -> None:
     assert normal.count == len(z) == 4 * 24
     error = relative_error(attention, Examples(layer, slice(0, 4)))
     np.testing.assert_allclose(error, np.square(old - new).sum() / np.square(old).sum(), rtol=1e-5)
+
+
+def test_errors_of_a_whole_layer_are_relative_to_each_token(layer: Layer) -> None:
+    rows = slice(0, 2)
+    block = layer.block(rows, whole=True)
+    block.x[0, 0] *= 1e4  # as the first token is in many models
+    with torch.no_grad():
+        target = block.through(layer.module)
+        output = target + torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
+    example = Example(block, target, sizes(target))
+    error, size = ((one.double().numpy() ** 2).sum(-1) for one in (output - target, target))
+    np.testing.assert_allclose(float(example.error(output)), (error / size).sum(), rtol=1e-4)
+    np.testing.assert_allclose(float(example.energy()), size.size, rtol=1e-5)
+    for one in Examples(layer, rows, whole=True):
+        assert torch.equal(one.size, sizes(one.target))
+    assert all(one.size == 1 for one in Examples(layer, rows))
+
+
+def test_no_token_counts_for_much_because_it_is_nothing() -> None:
+    target = torch.ones(1, 4, 2)
+    target[0, 0] = 0
+    usual = np.sqrt(3 / 4 * 2)
+    np.testing.assert_allclose(sizes(target).flatten().numpy(), [1e-3 * usual, *[np.sqrt(2)] * 3], rtol=1e-6)
+    assert sizes(torch.zeros(1, 4, 2)).min() > 0
 
 
 def test_examples_are_kept_or_made_anew(layer: Layer) -> None:
