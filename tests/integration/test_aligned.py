@@ -253,11 +253,10 @@ def test_a_dry_run_predicts_every_number_of_heads(tmp_path: Path, spread: Path, 
 def test_a_dry_run_predicts_of_a_hybrid_by_the_layers_that_attend(tmp_path: Path, text: TextData) -> None:
     family, changes = OWN_WAYS["gates, in a hybrid"]
     source = tiny.checkpoint(tmp_path / "source", family, vocab_size=2048, tokenizer=True, **changes)
-    convert(source, tmp_path / "out", 4, alignment(text))
+    given = alignment(text, groups="contiguous")
+    convert(source, tmp_path / "out", 4, given)
     [lost] = [layer["lost_energy"] for layer in facts(tmp_path / "out")["layers"] if "lost_energy" in layer]
-    found = {
-        one.kv_heads: one for one in convert(source, tmp_path / "none", 4, alignment(text), dry_run=True).predictions
-    }
+    found = {one.kv_heads: one for one in convert(source, tmp_path / "none", 4, given, dry_run=True).predictions}
     assert list(found) == [12, 6, 4, 3, 2, 1]
     assert (found[4].keys, found[4].values) == pytest.approx((lost["keys"], lost["values"]))
 
@@ -330,9 +329,9 @@ def test_attention_that_does_more_is_aligned_as_far_as_that_is_exact(tmp_path: P
     """
     family, changes = OWN_WAYS[name]
     source = tiny.checkpoint(tmp_path / "source", family, vocab_size=2048, tokenizer=True, **changes)
-    given = alignment(text, heal=20, heal_scope="attention")
+    given = alignment(text, heal=20, heal_scope="attention", groups="contiguous")
     convert(source, tmp_path / "text", 4, given)
-    convert(source, tmp_path / "weights", 4, alignment(None))
+    convert(source, tmp_path / "weights", 4, alignment(None, groups="contiguous"))
     convert_checkpoint(str(source), tmp_path / "mean", kv_heads=4)
     windows = aligned.read_calibration(aligned_plan(source), given, 0)
     assert windows is not None

@@ -180,6 +180,7 @@ try:
     check_shared(folders[accelerator.process_index], accelerator)
 except HeadpoolError as error:
     print(f"{error}".splitlines()[0], flush=True)
+accelerator.end_training()
 """
 
 

@@ -88,7 +88,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma3"}, "no text_config, where its language model's fields stand"),
     ({"model_type": "new-vlm", "text_config": {"model_type": "llama"}}, "is known that holds a language model so"),
     ({"model_type": "llava", "text_config": {"model_type": "bloom"}}, "its language model 'bloom': its config has no"),
-    ({"model_type": "granite4_vision", "text_config": {}}, "no model of its class that is small enough to test could be built"),
+    (
+        {"model_type": "granite4_vision", "text_config": {}},
+        "no model of its class that is small enough to test could be built",
+    ),
     (
         LLAMA | {"per_layer_config": {"1": {"num_key_value_heads": 2}}},
         "fields of their own (per_layer_config)",
