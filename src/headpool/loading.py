@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from headpool.checkpoint import Source
 from headpool.composite import composites
 from headpool.errors import RequestError, first_line
+from headpool.family_data import data
 
 _POSITIONS = ("max_position_embeddings", "max_seq_len")
 """Config attributes that limit positions; a class with neither has no limit (BLOOM)."""
@@ -60,11 +61,18 @@ def stock_class(config: Any) -> Any:
 def load_model(source: Source, dtype: torch.dtype | str, device: str | None, attention: str | None = None) -> Any:
     """The model in its stock class, with the attention implementation that is named, or the one that it chooses.
 
-    Raises RequestError where it cannot be loaded, and for a tensor that is missing or of another shape: it would be
-    filled at random.
+    Raises RequestError where it cannot be loaded, where its class is known to fail on text, and for a tensor that is
+    missing or of another shape: it would be filled at random.
     """
     transformers.utils.logging.disable_progress_bar()
-    model_class = stock_class(read_config(source))
+    config = read_config(source)
+    composite = composites().get(config.model_type)
+    if composite is not None and composite.silent and transformers.__version__ == data()["transformers"]:
+        raise RequestError(
+            f"{source.model}: {composite.class_name} fails on text in transformers {transformers.__version__}, so it "
+            "can be converted, but neither measured nor trained"
+        )
+    model_class = stock_class(config)
     try:
         model, info = model_class.from_pretrained(
             source.directory,
