@@ -2,7 +2,7 @@
 
     python benchmarks/quality.py --calibration recipes/quickstart/train.txt --data recipes/quickstart/test.txt
         [--model recipes/quickstart/model] [--kv-heads 4,2,1] [--window 256]
-        [--calibration-window N] [--tokens N] [--heal N] [--only healed]
+        [--calibration-window N] [--tokens N] [--heal N] [--step-tokens N] [--only healed]
 
 Converts the model once for each method and number of K/V heads, through the command line's own function, and scores
 each result on every --data (several may be given) with window = stride. Seconds are of the conversion, the start of
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headpool.convert.aligned import run
 from headpool.convert.aligned.options import Alignment
 from headpool.convert.run import convert_checkpoint
 from headpool.defaults import CALIBRATION_TOKENS, HEAL_RATE, HEAL_STEPS
@@ -68,8 +69,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--heal", type=int, default=HEAL_STEPS)
     parser.add_argument("--rate", type=float, default=HEAL_RATE)
+    parser.add_argument("--step-tokens", type=int, default=run.STEP_TOKENS, help="of a healing step")
     parser.add_argument("--only", help="only the rows whose name holds this")
     arguments = parser.parse_args()
+    run.STEP_TOKENS = arguments.step_tokens
     data = [read_texts(path) for path in arguments.data]
     [original] = perplexities([arguments.model], data, arguments.window)
     print("original:", ", ".join(f"{one.name} {value:.3f}" for one, value in zip(data, original, strict=True)))

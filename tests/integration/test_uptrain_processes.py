@@ -168,6 +168,7 @@ def test_a_child_whose_launcher_dies_of_a_signal_is_told_and_waited_for(
 
 
 APART = """
+import os
 import sys
 from pathlib import Path
 from accelerate import Accelerator
@@ -179,7 +180,8 @@ check_shared(folders[0], accelerator)
 try:
     check_shared(folders[accelerator.process_index], accelerator)
 except HeadpoolError as error:
-    print(f"{error}".splitlines()[0], flush=True)
+    line = f"{error}".splitlines()[0] + "\\n"
+    os.write(sys.stdout.fileno(), line.encode())  # at once: print may let the other process in before the line's end
 accelerator.end_training()
 """
 
