@@ -92,7 +92,7 @@ class Examples:
 
 def sizes(output_BTD: Tensor) -> Tensor:
     """The length of each token's output, [B, T, 1], none near zero."""
-    sizes_BT1 = output_BTD.norm(dim=-1, keepdim=True)
+    sizes_BT1: Tensor = output_BTD.norm(dim=-1, keepdim=True)
     usual = sizes_BT1.square().mean().sqrt()
     return sizes_BT1.clamp_min(max(SMALLEST * float(usual), torch.finfo(output_BTD.dtype).tiny))
 
