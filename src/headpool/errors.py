@@ -1,5 +1,7 @@
 """Exceptions that users see: one clear line each, and the exit code that goes with it."""
 
+from collections.abc import Iterable
+
 
 class HeadpoolError(Exception):
     """Something failed that could have worked (disk full, a crashed child): exit code 1."""
@@ -24,3 +26,11 @@ class Interrupted(HeadpoolError):  # noqa: N818 - nothing is wrong with the work
 def first_line(error: BaseException) -> str:
     """What an exception of another library says, short enough for a message of ours."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
+    """The end of a message about a word that is not known: those that are near it, nothing where none is."""
+    import difflib
+
+    near = difflib.get_close_matches(word, list(known), n=most)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -5,7 +5,6 @@ The data are `class_defaults.json`, measured on transformers' own classes by `to
 reader of configs must know beyond that stands here. Nothing here imports torch or transformers.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 from headpool import kv_fields
 from headpool.composite import composites, inside, text_config
-from headpool.errors import RequestError
+from headpool.errors import RequestError, did_you_mean
 from headpool.family import Family, family_from
 from headpool.family_data import data, told
 
@@ -205,8 +204,7 @@ def _unreadable(config: Mapping[str, Any], model_type: str, family: Family | Non
 
 
 def _unknown(model_type: str) -> str:
-    near = difflib.get_close_matches(model_type, [*families(), *composites()], n=3)
-    return "unknown" + (f"; did you mean {' or '.join(near)}?" if near else "")
+    return "unknown" + did_you_mean(model_type, [*families(), *composites()], most=3)
 
 
 def kv_heads_fields(config: Mapping[str, Any], family: Family | None = None) -> dict[str, Any]:

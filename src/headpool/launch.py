@@ -1,6 +1,5 @@
 """Start the uptrain stage in processes of its own, with a recipe's `launch` settings."""
 
-import difflib
 import os
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headpool.destination import locked
-from headpool.errors import HeadpoolError, Interrupted, RequestError
+from headpool.errors import HeadpoolError, Interrupted, RequestError, did_you_mean
 from headpool.recipe import Recipe
 from headpool.uptrain.signals import PROCESSES, StopRequest
 
@@ -76,9 +75,7 @@ def check_options(launch: Mapping[str, object]) -> None:
     known = [action.dest for action in launch_command_parser()._actions]
     for name in launch:
         if name.replace("-", "_") not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise RequestError(f"launch.{name}: accelerate launch has no such option{hint}")
+            raise RequestError(f"launch.{name}: accelerate launch has no such option{did_you_mean(name, known)}")
 
 
 def command(launch: Mapping[str, str | int | float | bool], *, has_gpu: bool) -> list[str]:

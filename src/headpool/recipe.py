@@ -1,6 +1,5 @@
 """A recipe: one strict YAML file, `key=value` from the command line on top, all errors reported together."""
 
-import difflib
 import glob
 import shutil
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from headpool.defaults import CALIBRATION_TOKENS, HEAL_RATE, HEAL_STEPS
-from headpool.errors import RequestError
+from headpool.errors import RequestError, did_you_mean
 from headpool.geometry import parse_size
 from headpool.sections import Positive, Section, UptrainSection
 
@@ -179,8 +178,7 @@ def find_recipe(recipe: str) -> Path:
     named = [path for name, path in shipped.items() if recipe in (name, name.split("/")[0])]
     if len(named) == 1:
         return named[0]
-    near = difflib.get_close_matches(recipe, shipped, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(recipe, shipped)
     raise RequestError(f"no recipe {recipe!r}: neither a file nor one of {', '.join(shipped)}{hint}")
 
 
@@ -244,8 +242,7 @@ def _explain(error: Any) -> str:
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
     if error["type"] == "extra_forbidden":
         known = _fields(location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), known, n=1)
-        return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
+        return f"unknown key {key}" + (did_you_mean(str(location[-1]), known) or f"; known are {', '.join(known)}")
     if error["type"] == "missing":
         return f"missing key {key}"
     if error["type"] == "value_error":
