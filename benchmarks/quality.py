@@ -49,7 +49,8 @@ def rows(calibration: TextData, arguments: argparse.Namespace) -> Iterator[Row]:
     yield Row("keys and values shared (1, 2)", "aligned", Alignment(**text, **nothing))
     yield Row("+ groups searched (3)", "aligned", Alignment(**text, **{**nothing, "groups": "search"}))
     yield Row("+ refitted (4)", "aligned", Alignment(**text, heal=0))
-    yield Row("+ healed (5)", "aligned", Alignment(**text, heal=arguments.heal, learning_rate=arguments.rate))
+    if arguments.heal:
+        yield Row("+ healed (5)", "aligned", Alignment(**text, heal=arguments.heal, learning_rate=arguments.rate))
 
 
 def perplexities(models: list[Path], data: list[TextData], window: int) -> list[list[float]]:
