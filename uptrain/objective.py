@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headpool.errors import RequestError
-from headpool.families import attention_tensor
+from headpool.families import attention_tensor, in_class
 from headpool.family import Family
 from headpool.uptrain.loss import Distillation, token_losses
 from headpool.uptrain.stream import IGNORED
@@ -23,6 +23,7 @@ def attention_blocks(model: nn.Module, family: Family, layers: int) -> list[nn.M
 
     Raises RequestError where the class keeps them under names that are not known.
     """
+    family = in_class(family)
     named = dict(model.named_modules())
     found = {layer: named.get(family.attention.format(layer)) for layer in range(layers)}
     if not any(found.values()):

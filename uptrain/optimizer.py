@@ -17,8 +17,9 @@ def choose_trainable(model: nn.Module, family: Family, train: str) -> None:
 
     Raises RequestError where nothing would be left to train.
     """
+    names = families.in_class(family)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_trains(family, name, train))
+        parameter.requires_grad_(_trains(names, name, train))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RequestError(f"train: {train} leaves nothing to train in a model of type {family.model_type}")
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from headpool import families
 from headpool.card import write_card
 from headpool.check import Check, Report
 from headpool.checkpoint import PROVENANCE, Source
@@ -48,7 +48,7 @@ def write_checkpoint(workers: Workers, source: Source, out: Path, provenance: Ma
             places = ((record.name, record.nbytes, file) for file, records in files.items() for record in records)
             (staging / "model.safetensors.index.json").write_bytes(weights_index(places))
         inherited = _check(staging, source)
-        held = {**provenance, "check": asdict(inherited)} if inherited else provenance
+        held = {**provenance, "check": inherited.names()} if inherited else provenance
         (staging / PROVENANCE).write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
         write_card(staging, out.resolve().name)
 
@@ -66,20 +66,27 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _trained(workers: Workers, source: Source) -> dict[str, Tensor]:
     """Every tensor of the source that belongs to a trained parameter, by its name on the disk, on the CPU and in the
     main process only. Where the source has one dtype, as nearly all have, it is rounded on the way.
+
+    Attention whose names in the class are others comes whole: its files may hold in one tensor what trained and what
+    did not.
     """
     student = workers.objective.student
+    family = families.find_family(source.config)
+    in_class = None if family.in_class is None else families.in_class(family)
     kinds = {record.dtype for record in source.tensors.values() if record.dtype in FLOATS}
     dtype = TORCH[kinds.pop()] if len(kinds) == 1 else torch.float32
     parts: dict[str, Tensor] = {}
     values: dict[Tensor, Tensor] = {}
     for name, parameter in student.named_parameters(remove_duplicate=False):  # tied ones stand under either name
-        if parameter.requires_grad and parameter not in values:
+        beside = in_class is not None and families.attention_tensor(in_class, name) is not None
+        if not (parameter.requires_grad or beside):
+            continue
+        if parameter not in values:
             full = whole(parameter.detach())
             values[parameter] = (
                 round_once(full, dtype).cpu() if workers.accelerator.is_main_process else full.new_empty(0)
             )
-        if parameter.requires_grad:
-            parts[name] = values[parameter]
+        parts[name] = values[parameter]
     return _names_on_disk(student, parts, source) if workers.accelerator.is_main_process else {}
 
 

@@ -20,7 +20,7 @@ from headpool.portable import portable
 from headpool.recipe import Recipe
 from headpool.sections import FREE, DistillSection, UptrainSection
 from headpool.uptrain.loss import Distillation
-from headpool.uptrain.parallel import check_machine, default_precision
+from headpool.uptrain.parallel import check_machine, default_precision, wants_sharding
 
 DEFAULT_SEQUENCE, DEFAULT_BLOCKS = 2048, 64
 
@@ -107,8 +107,8 @@ def plan_uptraining(recipe: Recipe, *, world: int = 1, made: bool = True, start:
     `start` is what will be converted where that is not the recipe's model as it is, but transcoded.
 
     Raises RequestError for what is impossible: no section, no converted checkpoint, sequences longer than the model's
-    positions, a batch that cannot be divided, a teacher with another vocabulary or of another shape, what is not
-    installed.
+    positions, a batch that cannot be divided, a teacher with another vocabulary or of another shape, sharding where
+    layers share weights, what is not installed.
     """
     section = recipe.uptrain
     if section is None:
@@ -118,6 +118,8 @@ def plan_uptraining(recipe: Recipe, *, world: int = 1, made: bool = True, start:
     source, config_text = _start(recipe, root, made=made, start=start)
     config = read_json_object(config_text.encode(), "config.json")
     family = families.family_of(config)
+    if family.shared_weights and wants_sharding(section):
+        raise RequestError(f"layers of {family.model_type} share their weights, which cannot be trained with sharding")
     positions = families.get(config, family, "max_position_embeddings")
     sequence = section.sequence_length or min(positions or DEFAULT_SEQUENCE, DEFAULT_SEQUENCE)
     if positions is not None and sequence > positions:

@@ -128,6 +128,11 @@ def attention_tensor(family: Family, name: str) -> AttentionTensor | None:
     return AttentionTensor(match[1], int(match[2]), re.sub(r"\d+", "*", match[3])) if match else None
 
 
+def in_class(family: Family) -> Family:
+    """The family that tells how attention is called in the class, for one that tells how it is called in files."""
+    return family if family.in_class is None else replace(families()[family.in_class], stems=family.stems)
+
+
 def find_family(config: Mapping[str, Any]) -> Family:
     """The family of a config whose layers can be told from its fields, converted or not; that of the language model in
     a composite one, with the class and the stems that its checkpoints have there.

@@ -47,6 +47,7 @@ class Family:
         the query projection has for each dimension of a head (2: queries and gates). input_parts: how many times
         hidden_size attention takes in (2: the embedding besides). keys_as_values: the field that leaves full attention
         without a projection for values. shared_weights: layers may share theirs, which files hold once, in the first.
+    in_class: the family whose names attention has once it is loaded, where files have others.
     rotary: how the dimensions of a head pair (None: no telling).
     key_gains: the tensor with the gains of a norm across all key heads, or of one for each (see layouts). bare_norms:
         fields that are all true of layers whose queries and keys pass norms without gains (none: of all layers), None
@@ -90,6 +91,7 @@ class Family:
     transcodes: bool = False
     warnings: tuple[Mapping[str, Any], ...] = ()
     like: str | None = None
+    in_class: str | None = None
 
 
 _NAMES = {"class": "class_name", "kv_heads": "kv_rules"}

@@ -1,26 +1,35 @@
 """Uptraining models that hold a language model beside others, and hybrids whose other layers have no attention."""
 
+import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fused
 import pytest
 import registry
 import tiny
 import torch
 import training
 import transcoded
+import transformers
 import yaml
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from headpool import families, geometry
+from headpool.checkpoint import open_source
 from headpool.convert.run import convert_checkpoint
 from headpool.errors import RequestError
+from headpool.loading import load_model
 from headpool.sections import UptrainSection
 from headpool.uptrain import parallel
 from headpool.uptrain.objective import Objective, attention_blocks
+from headpool.uptrain.optimizer import choose_trainable
+from headpool.uptrain.output import _trained
+from headpool.uptrain.plan import plan_uptraining
 from headpool.uptrain.run import uptrain
 
 pytestmark = pytest.mark.usefixtures("quick_check")
@@ -51,25 +60,81 @@ def trained(
 DISTILLED = {"teacher": "model", "distill": {"weight": 0.5, "blocks": 1.0}}
 
 
-@pytest.mark.parametrize("model_type", ["llava", "jamba", "nemotron_h"])
-def test_it_learns_from_text_and_from_the_original(model_type: str, tmp_path: Path) -> None:
+UNREACHED = re.compile("vision|projector|cross_attn|layers.3.(mlp|input_layernorm|post_attention_layernorm)")
+"""What text tells nothing: the eyes, and of Llama 3.2 Vision the one layer that attends to pictures."""
+
+
+@pytest.mark.parametrize(("model_type", "attending"), [("mllama", 3), ("zamba2", 2), ("nemotron_h", 1)])
+def test_it_learns_from_text_and_from_the_original(model_type: str, attending: int, tmp_path: Path) -> None:
     result, before, after = trained(tmp_path, model_type, **DISTILLED)
     assert result.steps == 2
     assert result.loss > 0
+    unreached = {name for name in before if model_type == "mllama" and UNREACHED.search(name)}
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    attention = {name for name in before if "vision" not in name and name.endswith(("k_proj.weight", "v_proj.weight"))}
-    assert attention
+    assert not changed & unreached
+    attention = {name for name in before if re.search(r"[kv]_proj\.weight", name)} - unreached
+    assert len(attention) == 2 * attending, "weights that layers share stand in the file once"
     assert attention <= changed
-    assert not any("vision" in name or "projector" in name for name in changed), "text tells these parts nothing"
+    out = tmp_path / "out" / "uptrained"
+    model_class = getattr(transformers, json.loads((out / "config.json").read_text())["architectures"][0])
+    model, info = model_class.from_pretrained(out, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    if model_type == "zamba2":
+        blocks = [model.model.layers[index].shared_transformer.self_attn.k_proj.weight for index in (1, 2, 3)]
+        assert blocks[0] is blocks[2]
+        assert not torch.equal(blocks[0], blocks[1])
 
 
-@pytest.mark.parametrize("model_type", ["llava", "jamba", "nemotron_h"])
-def test_every_block_of_attention_is_heard_and_no_other(model_type: str) -> None:
-    model = registry.built(model_type)
+RENAMED = [name for name, one in families.families().items() if "other names" in (one.unaligned or "")]
+"""Families whose checkpoints call attention, or parts of it, otherwise than their classes do."""
+
+
+@pytest.mark.parametrize("model_type", ["llava", "jamba", "nemotron_h", "zamba2", *RENAMED])
+def test_every_block_of_attention_is_known_and_no_other(model_type: str) -> None:
+    fields = fused.SARVAM | {"num_key_value_heads": fused.HEADS}
+    model = tiny.model(model_type, **fields) if model_type == "sarvam_moe" else registry.built(model_type)
     config = model.config.to_dict()
-    heard = attention_blocks(model, families.find_family(config), len(geometry.layers(config)))
-    named = [module for name, module in model.named_modules() if "vision" not in name]
-    assert heard == [module for module in named if re.search("Attention$", type(module).__name__)]
+    family = families.find_family(config)
+    heard = attention_blocks(model, family, len(geometry.layers(config)))
+    named = {name: module for name, module in model.named_modules() if "vision" not in name}
+    attention = {name: module for name, module in named.items() if type(module).__name__.endswith("Attention")}
+    assert heard == list(attention.values())
+    choose_trainable(model, family, "kv")
+    train = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    inside = [name for name, _ in model.named_parameters() if name.startswith(tuple(f"{one}." for one in attention))]
+    assert train == {name for name in inside if re.search(r"\.[kv]_proj\.", name)}
+
+
+def test_a_tensor_of_which_a_part_trains_is_written_whole(tmp_path: Path) -> None:
+    """Sarvam's files hold queries, keys and values in one, and its class holds each by itself."""
+    source = open_source(str(fused.checkpoint(tmp_path, "sarvam_moe", grouped=True)))
+    model = load_model(source, torch.float32, "cpu")
+    choose_trainable(model, families.find_family(source.config), "kv")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1)
+    workers: Any = SimpleNamespace(
+        objective=SimpleNamespace(student=model), accelerator=SimpleNamespace(is_main_process=True)
+    )
+    written, held = _trained(workers, source), tiny.tensors(tmp_path)
+    queries = fused.HEADS * fused.HEAD_DIM
+    for name in (name for name in held if ".query_key_value." in name):
+        expected = torch.cat([held[name][:queries], held[name][queries:] + 1])
+        torch.testing.assert_close(written[name], expected, rtol=0, atol=0)
+    beside = {name: one for name, one in written.items() if name in held and ".query_key_value." not in name}
+    assert all(torch.equal(one, held[name]) for name, one in beside.items())
+
+
+def test_weights_that_layers_share_are_not_sharded(tmp_path: Path) -> None:
+    """PyTorch cannot, and ends in a traceback."""
+    transformers.Zamba2Config(layers_block_type=["mamba", "hybrid"] * 27).save_pretrained(tmp_path / "model")
+    section = {"data": "train.txt", "tokens": 1, "sharding": "full"}
+    recipe = {"model": "model", "output": str(tmp_path / "out"), "uptrain": section}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(RequestError, match=r"layers of zamba2 share their weights, .* with sharding"):
+        plan_uptraining(training.load(tmp_path / "my.yaml"), made=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_several_processes_do_without_the_gradients_of_parts_that_text_does_not_reach(tmp_path: Path) -> None:
