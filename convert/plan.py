@@ -101,6 +101,17 @@ class Plan:
     def nbytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What there is to know of the result, its class aside."""
+        config, layers = self.source.config, len(self.before)
+        family = families.find_family(config)
+        kept = [name for name in self.source.tensors if families.drafts(config, family, layers, name)]
+        if not (kept and self.units):
+            return ()
+        such = f"{kept[0]}, {len(kept)} tensors in all"
+        return (f"layers that draft further tokens keep their K/V heads ({such}): use it without drafting",)
+
     def index(self) -> bytes | None:
         """model.safetensors.index.json of the result, None for a single file."""
         if len(self.shards) == 1:

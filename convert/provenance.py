@@ -58,7 +58,7 @@ def provenance(
         ],
         "changed": plan.changed,
         "opens_in": opening.opens_in(config),
-        "warnings": list(opening.warnings(config)),
+        "warnings": [*opening.warnings(config), *plan.warnings],
     }
 
 

@@ -266,7 +266,7 @@ def _write(
             _write_json(staging / PROVENANCE, done | {"check": inherited.names()})
         (staging / _CONFIG / "config.json").rename(staging / "config.json")
         (staging / _CONFIG).rmdir()
-    warnings = opening.warnings(config)
+    warnings = (*opening.warnings(config), *plan.warnings)
     if inherited:
         warnings = (f"the source itself does not fit its class ({inherited}); the result inherits that", *warnings)
     return warnings
@@ -311,15 +311,19 @@ def _contradiction(original: Report, plan: Plan) -> str | None:
     if original.mismatched:
         return original.mismatched[0]
     family = families.find_family(plan.source.config)
+    loaded = families.in_class(family)
     for name in original.missing:
-        if families.attention_tensor(family, name) is not None and name in original.shapes:
+        if families.attention_tensor(loaded, name) is not None and name in original.shapes:
             return f"tensor {name!r} is missing, the config makes it {original.shapes[name]}"
-    for name in (name for name in plan.source.tensors if name in original.unexpected):
+    for name, record in plan.source.tensors.items():
         held = families.attention_tensor(family, name)
-        if held is not None and held.suffix in family.attention_tensors:
+        if held is None or held.stem != plan.layout.stem or held.suffix not in family.attention_tensors:
+            continue
+        names = {stem + name.removeprefix(held.stem) for stem in (held.stem, *family.stems)}
+        if held.layer < len(plan.before) and not names.isdisjoint(original.unexpected):
             attends = plan.before[held.layer].kind != "none"
             wanted = "makes none there" if attends else f"makes layer {held.layer} one without attention"
-            return f"tensor {name!r} is {list(plan.source.tensors[name].shape)}, the config {wanted}"
+            return f"tensor {name!r} is {list(record.shape)}, the config {wanted}"
     return None
 
 

@@ -5,6 +5,7 @@ The data are `class_defaults.json`, measured on transformers' own classes by `to
 reader of configs must know beyond that stands here. Nothing here imports torch or transformers.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -117,8 +118,10 @@ def attention_tensor(family: Family, name: str) -> AttentionTensor | None:
     """The name of an attention tensor of a checkpoint taken apart; None for every other tensor.
 
     A prefix of its own in front of the layers, or none, does not matter: checkpoints of bare models lack "model.". In
-    composite models it must be the language model's.
+    composite models it must be the language model's. What drafts is another model.
     """
+    if _DRAFTING.search(name):
+        return None
     before, found, after = family.attention.rpartition("{}.")
     if not found:
         return None
@@ -131,6 +134,29 @@ def attention_tensor(family: Family, name: str) -> AttentionTensor | None:
 def in_class(family: Family) -> Family:
     """The family that tells how attention is called in the class, for one that tells how it is called in files."""
     return family if family.in_class is None else replace(families()[family.in_class], stems=family.stems)
+
+
+_DRAFTING = re.compile(r"(^|\.)mtp\w*\.")
+"""What checkpoints call layers that draft further tokens (multi-token prediction) where they do not number them on."""
+
+_DRAFTING_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Fields that say how many there are."""
+
+
+def drafting_layers(config: Mapping[str, Any]) -> int:
+    """How many layers that draft further tokens may be numbered on after the model's own, and are none of its class."""
+    held = (text_config(config).get(field) for field in _DRAFTING_LAYERS)
+    return max((count for count in held if type(count) is int), default=0)
+
+
+def drafts(config: Mapping[str, Any], family: Family, layers: int, name: str) -> bool:
+    """Whether a tensor gives keys or values in a layer that drafts, of a model of so many layers."""
+    module = family.attention.rpartition("{}.")[2]
+    if not name.endswith(tuple(f".{module}.{suffix}" for suffix in family.pooled)):
+        return False
+    held = attention_tensor(family, name)
+    numbered_on = held is not None and 0 <= held.layer - layers < drafting_layers(config)
+    return numbered_on or _DRAFTING.search(name) is not None
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
@@ -186,9 +212,9 @@ def refusal(config: Mapping[str, Any], family: Family) -> str | None:
 
 def quantization(config: Mapping[str, Any]) -> str | None:
     """That a config is of quantized weights, in words; None where it is not."""
-    for key in ("quantization_config", "compression_config", "quantization"):
-        if config.get(key):
-            held = config[key]
+    keys = ("quantization_config", "compression_config", "quantization")
+    for part, key in itertools.product((config, text_config(config)), keys):
+        if held := part.get(key):
             method = held.get("quant_method", key) if isinstance(held, Mapping) else key
             return f"the weights are quantized ({method}); convert the unquantized checkpoint instead"
     return None

@@ -127,22 +127,23 @@ def _kinds(config: Mapping[str, Any], family: Family, count: int) -> list[tuple[
         return families.get(config, family, field)
 
     config = text_config(config)
-    explicit = config.get(family.aliases.get("layer_types", "layer_types"), config.get("layer_types"))
+    listed = family.aliases.get("layer_types", "layer_types")
+    explicit = config.get(listed, config.get("layer_types"))
     if explicit is None:
         own = family.layer_fields
         overruled = next((field for field in own if config.get(field, own[field]) != own[field]), None)
         if family.window is None or overruled:
             raise RequestError(
-                f"config.json has no layer_types, and how {family.class_name} computes them"
+                f"config.json has no {listed}, and how {family.class_name} computes them"
                 + (f" from {overruled}" if overruled else "")
                 + " is not known here; save its config once with a recent transformers, which writes them"
             )
         return kinds_by_rule(family.window, count, get)
     if not isinstance(explicit, list) or len(explicit) != count:
-        raise RequestError(f"layer_types must be a list of {count}, which num_hidden_layers says")
+        raise RequestError(f"{listed} must be a list of {count}, which num_hidden_layers says")
     unknown = next((kind for kind in explicit if not isinstance(kind, str) or kind not in KINDS), None)
     if unknown is not None:
-        raise RequestError(f"layer_types holds {unknown!r}; known are {', '.join(KINDS)}")
+        raise RequestError(f"{listed} holds {unknown!r}; known are {', '.join(KINDS)}")
     windows = {kind: _window(family.window or {}, kind, get) for kind in set(explicit)}
     return [(kind, windows[kind]) for kind in explicit]
 

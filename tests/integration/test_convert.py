@@ -10,7 +10,7 @@ import torch
 import transformers
 from pooling import by_head, bytes_of, projections
 
-from headpool import reference
+from headpool import planning, reference
 from headpool.checkpoint import open_source
 from headpool.convert.aligned.grouping import permute
 from headpool.convert.layouts import PARTS, Rotary
@@ -234,3 +234,29 @@ def test_the_seam_gives_back_what_it_took_and_heads_can_be_permuted(
         moved.model.layers[0].self_attn.o_proj.weight, original.model.layers[0].self_attn.o_proj.weight
     )
     torch.testing.assert_close(tiny.logits(moved), tiny.logits(original), rtol=0, atol=1e-10)
+
+
+DRAFTING = {
+    "numbered on": ({"num_nextn_predict_layers": 1}, "model.layers.2.self_attn"),
+    "by a name": ({}, "mtp.layers.0.self_attn"),
+}
+"""How checkpoints hold a layer that drafts (multi-token prediction): what the config says, and where it attends."""
+
+
+@pytest.mark.parametrize("kind", DRAFTING)
+def test_layers_that_draft_are_left_alone_and_told_of(kind: str, tmp_path: Path) -> None:
+    fields, module = DRAFTING[kind]
+    source, out = tiny.checkpoint(tmp_path / "source", "llama", **fields), tmp_path / "out"
+    option = {one.kv_heads: one for one in planning.plan(source).options}[4]
+    own = tiny.tensors(source)
+    draft = {f"{module}.{part}_proj.weight": torch.randn(96, 96) for part in "qkvo"}
+    tiny.rewrite(source, draft)
+    drafting = {one.kv_heads: one for one in planning.plan(source).options}[4]
+    assert drafting.parameters == option.parameters + 4 * 96 * 96
+    result = convert_checkpoint(str(source), out, kv_heads=4)
+    after = tiny.tensors(out)
+    assert all(torch.equal(after[name], tensor) for name, tensor in draft.items())
+    assert {name for name in own if after[name].shape != own[name].shape} == projections("llama")
+    said = f"draft further tokens keep their K/V heads ({module}.k_proj.weight, 2 tensors in all)"
+    for warnings in (result.warnings, json.loads((out / "headpool.json").read_text())["warnings"]):
+        assert sum(said in one for one in warnings) == 1

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fused
 import pytest
 import registry
 import tiny
@@ -220,6 +221,18 @@ def test_a_hybrid_whose_weights_attend_in_another_layer_than_its_config(tmp_path
     refused(source, tmp_path / "more" / "out", r"0.self_attn.q_proj.weight' is missing, .* \[192, 192\]")
 
 
+def test_attention_that_its_class_calls_otherwise_lacks_a_tensor_or_has_one_too_many(tmp_path: Path) -> None:
+    """Sarvam's class reads one tensor as three; that of Llama 3.2 Vision calls all layers by another name."""
+    (tmp_path / "more").mkdir()
+    sarvam = fused.checkpoint(tmp_path / "sarvam", "sarvam_moe")
+    tiny.rewrite(sarvam, {"model.layers.0.attention.query_key_value.bias": None})
+    refused(sarvam, tmp_path / "more" / "out", r"0.self_attn.k_proj.bias' is missing, the config makes it \[96\]")
+    registry.built("mllama").save_pretrained(tmp_path / "mllama")
+    stray = "language_model.model.layers.0.self_attn.k_norm.weight"
+    tiny.rewrite(tmp_path / "mllama", {stray: torch.ones(16)})
+    refused(tmp_path / "mllama", tmp_path / "more" / "out", rf"'{stray}' is \[16\], the config makes none there")
+
+
 def test_layers_that_lie_in_several_places(copy: Path, tmp_path: Path) -> None:
     held = {name: w for name, w in tiny.tensors(copy).items() if ".self_attn." in name}
     moved = {name.replace("model.", f"part{name.split('.')[2]}."): w for name, w in held.items()}
@@ -246,6 +259,11 @@ def test_values_that_the_output_dtype_cannot_hold(copy: Path, tmp_path: Path) ->
     ("changes", "says"),
     [
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\)"),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "llama", "quantization_config": {"bits": 4}}},
+            r"quantized \(quantization_config\)",
+        ),
+        ({"model_type": "zamba", "num_hidden_layers": 2}, "no layers_block_type, and how ZambaForCausalLM computes"),
         ({"model_type": "deepseek_v3"}, "deepseek_v3.*MLA"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "mamba"}, "mamba"),
