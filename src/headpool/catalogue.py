@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from headpool.composite import composites
 from headpool.convert.transcode.find import TRANSCODINGS, transcoding_of
 from headpool.errors import RequestError
-from headpool.families import families, family_of
+from headpool.families import converting_alone, families, family_of
 from headpool.family import Family
 from headpool.family_data import data
+from headpool.instead import reason_alone, what_works
 from headpool.opening import opens_in
 
 if TYPE_CHECKING:
@@ -40,22 +41,8 @@ class Row:
     nearest: str | None = None
 
 
-NEAREST: tuple[tuple[str, str], ...] = (
-    ("recurrent or state-space", "nothing: there is no K/V cache to make smaller"),
-    ("drafts for another", "the model that it drafts for"),
-    ("moves robots", "nothing: there is no text to keep keys and values of"),
-    ("multi-head latent", "nothing: its cache holds one latent vector per token already, smaller than few K/V heads"),
-    ("encoder-decoder", "a decoder-only model of its kind"),
-    ("several models that generate", "its thinker alone, where that is saved as a model of its own"),
-    ("language model's config has no", "a composite model around a language model that converts"),
-    ("under other names", "the same weights saved as a model of a class that converts, such as Llama"),
-    ("no num_key_value_heads", "a model of a class that has the field, such as Llama or, by --transcode, GPT-NeoX"),
-)
-"""What works instead, by a pattern of the reason."""
-
 USUALLY = "a model of another class that converts"
-ALONE = "its language model alone, saved as a causal model ({}), which converts"
-"""For composite models around a language model of a family that converts."""
+"""What works instead where there is no telling."""
 
 
 def rows() -> list[Row]:
@@ -74,7 +61,8 @@ def _row(name: str) -> Row:
         transcoding_of(config, wanted=True)
         family = family_of(config)
     except RequestError as error:
-        reason = re.sub(r"^model_type '[^']*'(, its language model '[^']*')?: ", "", str(error))
+        message = re.sub(r"^model_type '[^']*'(, its language model '[^']*')?: ", "", str(error))
+        reason = reason_alone(message)
         return Row(name, "refused", reason=reason, nearest=_nearest(name, reason))
     return Row(
         name,
@@ -105,9 +93,7 @@ def _key_norm(family: Family) -> str | None:
 def _nearest(name: str, reason: str) -> str:
     composite = composites().get(name)
     text = families().get(composite.text) if composite else None
-    if text is not None and text.reason is None and text.within is None:
-        return ALONE.format(text.model_type)
-    return next((what for pattern, what in NEAREST if re.search(pattern, reason)), USUALLY)
+    return what_works(reason, converting_alone(text)) or USUALLY
 
 
 SERVERS = """`make serving` converts random models to 4 K/V heads beside 12 query heads of 32 dimensions, and asks

@@ -17,6 +17,7 @@ from headpool.composite import composites, inside, text_config
 from headpool.errors import RequestError, did_you_mean
 from headpool.family import Family, family_from
 from headpool.family_data import data, told
+from headpool.instead import with_what_works
 
 KV_HEADS = "num_key_value_heads"
 
@@ -178,8 +179,15 @@ def find_family(config: Mapping[str, Any]) -> Family:
     reason = reason or _unreadable(held, text_type, family)
     if family is None or reason is not None:
         inside = "" if composite is None else f", its language model {text_type!r}"
-        raise RequestError(f"model_type {model_type!r}{inside}: {reason}")
+        of_composite = composite is not None and reason == composite.reason
+        told = with_what_works(str(reason), converting_alone(family) if of_composite else None)
+        raise RequestError(f"model_type {model_type!r}{inside}: {told}")
     return family if composite is None else replace(family, class_name=composite.class_name, stems=composite.stems)
+
+
+def converting_alone(family: Family | None) -> str | None:
+    """The model_type of a family whose checkpoints convert outside other models; None of every other."""
+    return None if family is None or family.reason or family.within else family.model_type
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
@@ -197,7 +205,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     family = find_family(config)
     reason = refusal(config, family)
     if reason is not None:
-        raise RequestError(f"model_type {family.model_type!r}: {reason}")
+        raise RequestError(f"model_type {family.model_type!r}: {with_what_works(reason)}")
     return family
 
 

@@ -61,7 +61,9 @@ def test_what_a_row_says_of_attention(name: str, expected: tuple[str | None, ...
 def test_a_refused_row_says_what_convert_says(name: str) -> None:
     with pytest.raises(RequestError) as refused:
         family_of({"model_type": name})
-    assert str(refused.value) == f"model_type {name!r}: {ROWS[name].reason}"
+    works = ROWS[name].nearest or ""
+    instead = "" if works.startswith("nothing") else f"; instead: {works}"
+    assert str(refused.value) == f"model_type {name!r}: {ROWS[name].reason}{instead}"
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS.values() if row.status == "refused"], ids=lambda row: row.name)

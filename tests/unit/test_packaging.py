@@ -18,7 +18,8 @@ BASE = {
     "errors", "family", "families", "geometry", "planning", "reference", "headers", "jsonpatch", "checkpoint",
     "destination", "hub", "kv_fields", "progress", "drawing", "plots", "text", "score", "recipe", "sections", "check",
     "rounding", "loading", "tensors", "card", "columns", "portable", "pinned", "uploading", "console", "family_data",
-    "composite", "opening", "card_parts", "licences", "attention", "defaults", "__init__",
+    "composite", "opening", "card_parts", "licences", "attention", "defaults", "instead",
+    "__init__",
 }  # fmt: skip
 LEVELS = {
     "convert": 1,
