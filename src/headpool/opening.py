@@ -37,7 +37,12 @@ def opens_in(config: Mapping[str, Any]) -> list[str]:
 
 def warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     """What to know of a converted checkpoint of this class before it is taken elsewhere."""
-    return (*_told(config), *_untried(config))
+    return (*_own_code(config), *_told(config), *_untried(config))
+
+
+def _own_code(config: Mapping[str, Any]) -> Iterator[str]:
+    if config.get("auto_map"):
+        yield "config.json names code of its own (auto_map), which is not copied: open it without trust_remote_code"
 
 
 def _told(config: Mapping[str, Any]) -> Iterator[str]:

@@ -108,6 +108,8 @@ def test_only_what_was_tried_is_said_to_open() -> None:
     usual: dict[str, Any] = {"model_type": "llava", "text_config": {"model_type": "llama"}}
     other: dict[str, Any] = {"model_type": "llava", "text_config": {"model_type": "qwen2"}}
     assert opening.warnings(usual) == ()
+    with_code = usual | {"auto_map": {"AutoConfig": "configuration.Config"}}
+    assert [one.split(": ")[1] for one in opening.warnings(with_code)] == ["open it without trust_remote_code"]
     assert opening.opens_in(other) == []
     assert "llava around a language model of type qwen2" in opening.warnings(other)[0]
 
