@@ -89,12 +89,12 @@ def test_attention_tensors_are_those_of_the_class(model_type: str) -> None:
 LESS_ONE = [name for name, one in families.families().items() if one.gains_less_one]
 
 
-@pytest.mark.parametrize("model_type", [*LESS_ONE, "llama", "gemma3n_text", "nemotron_h", "cohere"])
+@pytest.mark.parametrize("model_type", [*LESS_ONE, "llama", "gemma3n_text", "nemotron_h", "cohere", "apertus", "lfm2"])
 def test_which_norms_store_their_gains_less_one(model_type: str) -> None:
     """With zeros for gains these norms give their inputs, and others nothing."""
     family = families.families()[model_type]
     layer = registry.built(model_type).get_submodule(family.attention.partition("{}")[0] + "1")
-    norm = next(getattr(layer, name) for name in (*family.input_norms, "norm") if hasattr(layer, name))
+    norm = next(getattr(layer, name) for name in family.input_norms if hasattr(layer, name))
     for parameter in norm.parameters():
         parameter.data.zero_()
     assert bool(norm(torch.arange(192.0)[None, None]).any()) == family.gains_less_one
