@@ -25,6 +25,7 @@ from headpool.convert.transcode.find import transcoding_of
 from headpool.convert.transcode.plan import Transcript, transcribe, work_directory
 from headpool.destination import check_destination, check_space, staged
 from headpool.errors import HeadpoolError, RequestError
+from headpool.family import Family
 from headpool.headers import read_json_object
 
 _CONFIG = ".config"
@@ -315,16 +316,27 @@ def _contradiction(original: Report, plan: Plan) -> str | None:
     for name in original.missing:
         if families.attention_tensor(loaded, name) is not None and name in original.shapes:
             return f"tensor {name!r} is missing, the config makes it {original.shapes[name]}"
-    for name, record in plan.source.tensors.items():
-        held = families.attention_tensor(family, name)
-        if held is None or held.stem != plan.layout.stem or held.suffix not in family.attention_tensors:
-            continue
-        names = {stem + name.removeprefix(held.stem) for stem in (held.stem, *family.stems)}
-        if held.layer < len(plan.before) and not names.isdisjoint(original.unexpected):
-            attends = plan.before[held.layer].kind != "none"
-            wanted = "makes none there" if attends else f"makes layer {held.layer} one without attention"
-            return f"tensor {name!r} is {list(record.shape)}, the config {wanted}"
-    return None
+    left_over = (_left_over(name, plan, family) for name in original.unexpected)
+    return next((told for told in left_over if told is not None), None)
+
+
+def _left_over(name: str, plan: Plan, family: Family) -> str | None:
+    """What to say of a tensor that the class has no use for, by its name there: None where it is none of attention's in
+    the language model.
+    """
+    loaded = families.in_class(family)
+    held = families.attention_tensor(loaded, name)
+    stems = {plan.layout.stem, loaded.attention.partition("{}")[0], *family.stems}
+    if held is None or held.stem not in stems or held.layer >= len(plan.before):
+        return None
+    if held.suffix not in loaded.attention_tensors:
+        return None
+    in_files = (plan.layout.stem + name.removeprefix(held.stem), plan.layout.tensor(held.layer, held.suffix))
+    record = next((plan.source.tensors[one] for one in in_files if one in plan.source.tensors), None)
+    found = f"tensor {record.name!r} is {list(record.shape)}" if record else f"the class reads a tensor as {name!r}"
+    attends = plan.before[held.layer].kind != "none"
+    wanted = "makes none there" if attends else f"makes layer {held.layer} one without attention"
+    return f"{found}, the config {wanted}"
 
 
 def _peak_rss_bytes() -> int:

@@ -227,6 +227,10 @@ def test_attention_that_its_class_calls_otherwise_lacks_a_tensor_or_has_one_too_
     sarvam = fused.checkpoint(tmp_path / "sarvam", "sarvam_moe")
     tiny.rewrite(sarvam, {"model.layers.0.attention.query_key_value.bias": None})
     refused(sarvam, tmp_path / "more" / "out", r"0.self_attn.k_proj.bias' is missing, the config makes it \[96\]")
+    biased = {f"model.layers.{layer}.attention.query_key_value.bias": torch.zeros(288) for layer in (0, 1)}
+    tiny.rewrite(sarvam, biased)
+    edit_config(sarvam, attention_bias=False)
+    refused(sarvam, tmp_path / "more" / "out", r"reads a tensor as '\S+k_proj.bias', the config makes none there")
     registry.built("mllama").save_pretrained(tmp_path / "mllama")
     stray = "language_model.model.layers.0.self_attn.k_norm.weight"
     tiny.rewrite(tmp_path / "mllama", {stray: torch.ones(16)})
