@@ -42,9 +42,9 @@ def calibration(
 
     window: tokens of each window, by default the smaller of half the model's positions and DEFAULT_WINDOW: no config
     tells in which windows a model was pretrained, and beyond those healing learns from what the model does badly
-    (docs/method.md). needed: how many
-    tokens there must be at least. Raises RequestError where the text, or `tokens`, is too short for that, for a
-    tokenizer that cannot be read or is another model's, and for a window beyond the model's positions.
+    (docs/method.md). needed: how many tokens there must be at least. Raises RequestError where the text, or `tokens`,
+    is too short for that, for a tokenizer that cannot be read or is another model's, and for a window beyond the
+    model's positions.
     """
     config = read_config(source).get_text_config()
     positions, vocabulary = position_limit(config) or 1 << 62, config.vocab_size
