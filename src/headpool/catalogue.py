@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from headpool.composite import composites
-from headpool.convert.transcode.find import TRANSCODINGS, transcoding_of
-from headpool.errors import RequestError
-from headpool.families import converting_alone, families, family_of
+from headpool.convert.transcode.find import TRANSCODINGS
+from headpool.families import families, family_or_refusal
 from headpool.family import Family
 from headpool.family_data import data
-from headpool.instead import reason_alone, what_works
+from headpool.instead import Refusal
 from headpool.opening import opens_in
 
 if TYPE_CHECKING:
@@ -57,13 +56,9 @@ def _row(name: str) -> Row:
     hosts = tuple(dict.fromkeys(one.host_class for one in TRANSCODINGS if one.source == name))
     if hosts:
         return Row(name, "transcodes", hosts, opens_in=(f"transformers {data()['transformers']}",))
-    try:
-        transcoding_of(config, wanted=True)
-        family = family_of(config)
-    except RequestError as error:
-        message = re.sub(r"^model_type '[^']*'(, its language model '[^']*')?: ", "", str(error))
-        reason = reason_alone(message)
-        return Row(name, "refused", reason=reason, nearest=_nearest(name, reason))
+    family = family_or_refusal(config)
+    if isinstance(family, Refusal):
+        return Row(name, "refused", reason=family.reason, nearest=family.instead or USUALLY)
     return Row(
         name,
         "converts",
@@ -88,12 +83,6 @@ def _key_norm(family: Family) -> str | None:
         return "gains for every key head"
     normed = any(re.match(r"k(ey)?_?(layer)?norm", name) for name in family.attention_tensors)
     return "per head" if normed else None
-
-
-def _nearest(name: str, reason: str) -> str:
-    composite = composites().get(name)
-    text = families().get(composite.text) if composite else None
-    return what_works(reason, converting_alone(text)) or USUALLY
 
 
 SERVERS = """`make serving` converts random models to 4 K/V heads beside 12 query heads of 32 dimensions, and asks

@@ -17,7 +17,7 @@ from headpool.composite import composites, inside, text_config
 from headpool.errors import RequestError, did_you_mean
 from headpool.family import Family, family_from
 from headpool.family_data import data, told
-from headpool.instead import with_what_works
+from headpool.instead import Refusal
 
 KV_HEADS = "num_key_value_heads"
 
@@ -166,6 +166,16 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
     Raises RequestError with the reason for every other config.
     """
+    return _accepted(_known(config))
+
+
+def _accepted(found: Family | Refusal) -> Family:
+    if isinstance(found, Refusal):
+        raise RequestError(str(found))
+    return found
+
+
+def _known(config: Mapping[str, Any]) -> Family | Refusal:
     model_type = _model_type(config)
     composite = composites().get(model_type)
     held = config if composite is None else text_config(config)
@@ -179,15 +189,11 @@ def find_family(config: Mapping[str, Any]) -> Family:
     reason = reason or _unreadable(held, text_type, family)
     if family is None or reason is not None:
         inside = "" if composite is None else f", its language model {text_type!r}"
+        converts = family is not None and alone and family.reason is None
         of_composite = composite is not None and reason == composite.reason
-        told = with_what_works(str(reason), converting_alone(family) if of_composite else None)
-        raise RequestError(f"model_type {model_type!r}{inside}: {told}")
+        converting = text_type if converts and of_composite else None
+        return Refusal(f"model_type {model_type!r}{inside}", str(reason), converting)
     return family if composite is None else replace(family, class_name=composite.class_name, stems=composite.stems)
-
-
-def converting_alone(family: Family | None) -> str | None:
-    """The model_type of a family whose checkpoints convert outside other models; None of every other."""
-    return None if family is None or family.reason or family.within else family.model_type
 
 
 def _model_type(config: Mapping[str, Any]) -> str:
@@ -202,11 +208,15 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
     Raises RequestError with the reason for every other model.
     """
-    family = find_family(config)
-    reason = refusal(config, family)
-    if reason is not None:
-        raise RequestError(f"model_type {family.model_type!r}: {with_what_works(reason)}")
-    return family
+    return _accepted(family_or_refusal(config))
+
+
+def family_or_refusal(config: Mapping[str, Any]) -> Family | Refusal:
+    """The family of a model that can be converted, by its config, or why it cannot."""
+    found = _known(config)
+    if isinstance(found, Family) and (reason := refusal(config, found)) is not None:
+        return Refusal(f"model_type {found.model_type!r}", reason)
+    return found
 
 
 def refusal(config: Mapping[str, Any], family: Family) -> str | None:

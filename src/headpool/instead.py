@@ -1,6 +1,7 @@
-"""What works instead of a model that is refused, told from the reason."""
+"""A model that is refused: the reason, and what works instead, told from the reason."""
 
 import re
+from dataclasses import dataclass
 
 NEAREST: tuple[tuple[str, str], ...] = (
     ("recurrent or state-space", "nothing: there is no K/V cache to make smaller"),
@@ -19,25 +20,25 @@ NEAREST: tuple[tuple[str, str], ...] = (
 ALONE = "its language model alone, saved as a causal model ({}), which converts"
 """For composite models around a language model of a family that converts."""
 
-_MARK = "; instead: "
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a model is refused, and as a string the whole message.
 
-def what_works(reason: str, inside: str | None = None) -> str | None:
-    """What works instead of a model refused for this reason, None where there is no telling.
-
-    inside: the model_type of the language model in it, where that converts by itself.
+    subject: what is refused. inside: the model_type of the language model in it, where that converts by itself.
     """
-    if inside is not None:
-        return ALONE.format(inside)
-    return next((what for pattern, what in NEAREST if re.search(pattern, reason)), None)
 
+    subject: str
+    reason: str
+    inside: str | None = None
 
-def with_what_works(reason: str, inside: str | None = None) -> str:
-    """The reason, and what works instead where anything does, for a message."""
-    what = what_works(reason, inside)
-    return reason if what is None or what.startswith("nothing") else f"{reason}{_MARK}{what}"
+    @property
+    def instead(self) -> str | None:
+        """What works in its place, None where there is no telling."""
+        if self.inside is not None:
+            return ALONE.format(self.inside)
+        return next((what for pattern, what in NEAREST if re.search(pattern, self.reason)), None)
 
-
-def reason_alone(message: str) -> str:
-    """What `with_what_works` was given."""
-    return message.partition(_MARK)[0]
+    def __str__(self) -> str:
+        works = self.instead is not None and not self.instead.startswith("nothing")
+        return f"{self.subject}: {self.reason}" + (f"; instead: {self.instead}" if works else "")
