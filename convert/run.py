@@ -311,22 +311,20 @@ def _contradiction(original: Report, plan: Plan) -> str | None:
     """
     if original.mismatched:
         return original.mismatched[0]
-    family = families.find_family(plan.source.config)
-    loaded = families.in_class(family)
+    loaded = families.in_class(families.find_family(plan.source.config))
     for name in original.missing:
         if families.attention_tensor(loaded, name) is not None and name in original.shapes:
             return f"tensor {name!r} is missing, the config makes it {original.shapes[name]}"
-    left_over = (_left_over(name, plan, family) for name in original.unexpected)
+    left_over = (_left_over(name, plan, loaded) for name in original.unexpected)
     return next((told for told in left_over if told is not None), None)
 
 
-def _left_over(name: str, plan: Plan, family: Family) -> str | None:
+def _left_over(name: str, plan: Plan, loaded: Family) -> str | None:
     """What to say of a tensor that the class has no use for, by its name there: None where it is none of attention's in
-    the language model.
+    the language model. loaded: the family as its class calls it.
     """
-    loaded = families.in_class(family)
     held = families.attention_tensor(loaded, name)
-    stems = {plan.layout.stem, loaded.attention.partition("{}")[0], *family.stems}
+    stems = {plan.layout.stem, loaded.attention.partition("{}")[0], *loaded.stems}
     if held is None or held.stem not in stems or held.layer >= len(plan.before):
         return None
     if held.suffix not in loaded.attention_tensors:

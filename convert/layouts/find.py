@@ -28,9 +28,9 @@ def find_layout(
     projection missing or of another shape, a layer too many, an attention tensor that this family is not known to have,
     a projection that is no floating-point tensor.
     """
-    found = {name: held for name in tensors if (held := families.attention_tensor(family, name))}
     drafting = range(len(layers), len(layers) + families.drafting_layers(config))
-    found = {name: held for name, held in found.items() if held.layer not in drafting}
+    named = ((name, families.attention_tensor(family, name)) for name in tensors)
+    found = {name: held for name, held in named if held is not None and held.layer not in drafting}
     stems = {held.stem for held in found.values()}
     if len(stems) > 1 and (own := family.attention.partition("{}")[0]) in stems:  # others are of towers beside it
         found, stems = {name: held for name, held in found.items() if held.stem == own}, {own}
